@@ -1,0 +1,77 @@
+"""The seam between the APIs and the cluster: what is asked for, and what comes back as text.
+
+Both front doors (HTTP and gRPC) build a `GenerationRequest` and read `TextChunk`s and one `TextEnd`;
+the dispatcher below knows only tokens. So both APIs give the same text for the same tokens.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, SamplingParams, TokenOutput
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate, validated: nothing below this line checks the client's input again but the workers.
+
+    `deadline` is a time on the router's monotonic clock, in seconds. `sampling.seed` is always set.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline: float
+    stop: tuple[str, ...] = ()
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Tokens that one engine step produced for a request, consecutive by index and never repeated."""
+
+    tokens: tuple[TokenOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEnd:
+    """The last item of a token stream: why it ended and what it cost. `cached_tokens` counts prompt tokens
+    that no worker had to compute for this request."""
+
+    reason: FinishReason.ValueType
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    receipt: KVReceipt
+
+
+class TokenSource(Protocol):
+    """Runs a request on the cluster. The dispatcher is the real one; tests script their own."""
+
+    def tokens(self, request: GenerationRequest) -> AsyncIterator[TokenBatch | TokenEnd]:
+        """Yield batches, then exactly one TokenEnd. Raises KvferryError when the request cannot be finished.
+
+        Closing the iterator early cancels the request on every worker. Event-loop task only.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Text that has become final, and the tokens received with it. Text may lag behind the tokens (a character
+    split over tokens, a possible start of a stop string), never run ahead of them."""
+
+    text: str
+    tokens: tuple[TokenOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextEnd:
+    """The last item of a text stream. `reason` is STOP when a stop string cut the answer. When a stop string ended
+    it early, `completion_tokens` counts the tokens received by then and `receipt` may lack its decode half."""
+
+    reason: FinishReason.ValueType
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    receipt: KVReceipt

@@ -1,0 +1,78 @@
+"""The one failure type that crosses module and process borders, and its HTTP and gRPC faces."""
+
+import grpc
+
+from kvferry_rpc import common_pb2
+from kvferry_rpc.common_pb2 import ErrorCode
+
+_STATUS: dict["ErrorCode.ValueType", tuple[int, grpc.StatusCode]] = {
+    ErrorCode.INVALID_REQUEST: (400, grpc.StatusCode.INVALID_ARGUMENT),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: (400, grpc.StatusCode.INVALID_ARGUMENT),
+    ErrorCode.UNKNOWN_MODEL: (404, grpc.StatusCode.NOT_FOUND),
+    ErrorCode.OVERLOADED: (429, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ErrorCode.UNAVAILABLE: (503, grpc.StatusCode.UNAVAILABLE),
+    ErrorCode.DEADLINE_EXCEEDED: (504, grpc.StatusCode.DEADLINE_EXCEEDED),
+    ErrorCode.CANCELLED: (499, grpc.StatusCode.CANCELLED),
+    ErrorCode.HANDOFF_FAILED: (502, grpc.StatusCode.ABORTED),
+    ErrorCode.INTERNAL: (500, grpc.StatusCode.INTERNAL),
+    ErrorCode.UNAUTHENTICATED: (401, grpc.StatusCode.UNAUTHENTICATED),
+}
+
+_MAX_MESSAGE_CHARS = 2000
+
+
+class KvferryError(Exception):
+    """A failure that a caller can act on.
+
+    `code` says what kind it is, `field` names the request field at fault (or is empty), and
+    `retry_after_ms` is positive when a retry is worth it after that time.
+    """
+
+    def __init__(self, code: "ErrorCode.ValueType", message: str, *, field: str = "", retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message[:_MAX_MESSAGE_CHARS]
+        self.field = field
+        self.retry_after_ms = retry_after_ms
+
+    @property
+    def code_name(self) -> str:
+        """The code in lower case, as in logs and metrics: `handoff_failed`."""
+        return common_pb2.ErrorCode.Name(self.code).lower()
+
+    @property
+    def http_status(self) -> int:
+        """Status of an HTTP answer that carries this error."""
+        return _STATUS[self.code][0]
+
+    @property
+    def grpc_status(self) -> grpc.StatusCode:
+        """Status of a gRPC call that ends with this error."""
+        return _STATUS[self.code][1]
+
+    def to_proto(self) -> common_pb2.Error:
+        """The error as it travels between processes."""
+        return common_pb2.Error(
+            code=self.code, message=self.message, field=self.field, retry_after_ms=self.retry_after_ms
+        )
+
+    @classmethod
+    def from_proto(cls, error: common_pb2.Error) -> "KvferryError":
+        """The error a peer sent. A code this version does not know counts as INTERNAL."""
+        code = error.code if error.code in _STATUS else ErrorCode.INTERNAL
+        return cls(code, error.message, field=error.field, retry_after_ms=error.retry_after_ms)
+
+    @classmethod
+    def from_rpc(cls, error: grpc.RpcError, peer: str) -> "KvferryError":
+        """What a broken or refused call to `peer` means to a request: every gRPC status maps to one code."""
+        status = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+        detail = (error.details() if isinstance(error, grpc.Call) else None) or str(status)
+        for code, (_, candidate) in _STATUS.items():
+            if candidate is status:
+                return cls(code, f"{peer}: {detail}")
+        return cls(ErrorCode.INTERNAL, f"{peer}: {detail}")
+
+
+def invalid(field: str, message: str) -> KvferryError:
+    """Shorthand for a refused field; `message` completes the sentence `field ...`."""
+    return KvferryError(ErrorCode.INVALID_REQUEST, f"{field} {message}", field=field)
