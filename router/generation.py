@@ -38,7 +38,7 @@ class TokenEnd:
     """The last item of a token stream: why it ended and what it cost. `cached_tokens` counts prompt tokens
     that no worker had to compute for this request."""
 
-    reason: FinishReason.ValueType
+    reason: "FinishReason.ValueType"
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -70,7 +70,7 @@ class TextEnd:
     """The last item of a text stream. `reason` is STOP when a stop string cut the answer. When a stop string ended
     it early, `completion_tokens` counts the tokens received by then and `receipt` may lack its decode half."""
 
-    reason: FinishReason.ValueType
+    reason: "FinishReason.ValueType"
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
