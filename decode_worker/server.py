@@ -1,0 +1,171 @@
+"""The decode worker's gRPC service: messages in, commands to the engine's inbox, events out. No policy."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from decode_worker.worker import AdmitRequest, CancelRequest, Command, DecodeView, SessionClosed
+from engine.loop import EngineLoop
+from engine.wire import DoorLimits, build_sequence
+from kvferry_rpc import internal_pb2, internal_pb2_grpc
+from runtime.clock import Clock
+from runtime.errors import ErrorCode, KvferryError
+from runtime.in_flight import InFlight
+
+_log = logging.getLogger(__name__)
+
+
+class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
+    """Event-loop thread only."""
+
+    def __init__(
+        self, engine_loop: EngineLoop[Command, DecodeView], limits: DoorLimits, incarnation: bytes, clock: Clock
+    ) -> None:
+        self.in_flight = InFlight()
+        self.draining = False
+        self._engine_loop = engine_loop
+        self._limits = limits
+        self._incarnation = incarnation
+        self._clock = clock
+        self._session_ids = itertools.count(1)
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[internal_pb2.DecodeCommand],
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> AsyncIterator[internal_pb2.DecodeEvents]:
+        """All requests of one router, for as long as that router lives. See the .proto file."""
+        await self._greet(request_iterator, context)
+        session = _Session(next(self._session_ids), asyncio.get_running_loop(), self.in_flight)
+        reader = asyncio.create_task(self._read_commands(request_iterator, session))
+        try:
+            while (batch := await session.next_events()) is not None:
+                yield batch
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            session.close()
+            self._engine_loop.notify(SessionClosed(session.session_id))
+
+    async def _greet(
+        self,
+        commands: AsyncIterator[internal_pb2.DecodeCommand],
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> None:
+        first = await anext(aiter(commands), None)
+        if first is None or first.WhichOneof("kind") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session begins with hello")
+        elif first.hello.incarnation != self._incarnation:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this is another life of the worker")
+
+    async def _read_commands(self, commands: AsyncIterator[internal_pb2.DecodeCommand], session: "_Session") -> None:
+        try:
+            async for command in commands:
+                kind = command.WhichOneof("kind")
+                if kind == "admit":
+                    self._admit(command.admit, session)
+                elif kind == "cancel":
+                    session.forget(command.cancel.request_id, command.cancel.attempt)
+                    self._engine_loop.notify(
+                        CancelRequest(session.session_id, command.cancel.request_id, command.cancel.attempt)
+                    )
+        finally:
+            session.end()
+
+    def _admit(self, admit: internal_pb2.Admit, session: "_Session") -> None:
+        if not session.begin(admit.request_id, admit.attempt):
+            # An answer would end the first one, which is alive and well.
+            _log.warning("%s, attempt %d, was admitted twice: ignored", admit.request_id, admit.attempt)
+            return
+        try:
+            if self.draining:
+                raise KvferryError(ErrorCode.UNAVAILABLE, "this decode worker is draining")
+            now = self._clock.now()
+            self._engine_loop.submit(
+                AdmitRequest(
+                    session_id=session.session_id,
+                    request_id=admit.request_id,
+                    attempt=admit.attempt,
+                    sequence=build_sequence(admit, self._limits),
+                    local_prefill=admit.local_prefill,
+                    deadline=now + admit.deadline_ms / 1e3,
+                    emit=session.deliver,
+                )
+            )
+        except KvferryError as error:
+            session.put(
+                internal_pb2.DecodeEvent(request_id=admit.request_id, attempt=admit.attempt, failed=error.to_proto())
+            )
+
+
+class _Session:
+    """Events on their way to one router, and which of its requests are open.
+
+    What piles up while the router does not read is bounded by what its open requests can still produce, and leaves in
+    one message. `deliver` may be called from the engine thread; the rest is for the event loop.
+    """
+
+    def __init__(self, session_id: int, loop: asyncio.AbstractEventLoop, in_flight: InFlight) -> None:
+        self.session_id = session_id
+        self._loop = loop
+        self._in_flight = in_flight
+        self._open: set[tuple[str, int]] = set()
+        self._pending: list[internal_pb2.DecodeEvent] = []
+        self._wake = asyncio.Event()
+        self._ended = False
+
+    def begin(self, request_id: str, attempt: int) -> bool:
+        """Note an open request; False if it is open already."""
+        if (request_id, attempt) in self._open:
+            return False
+        self._open.add((request_id, attempt))
+        self._in_flight.enter()
+        return True
+
+    def forget(self, request_id: str, attempt: int) -> None:
+        """The request is over, or nobody wants it any more. Idempotent."""
+        if (request_id, attempt) in self._open:
+            self._open.remove((request_id, attempt))
+            self._in_flight.leave()
+
+    def deliver(self, events: list[internal_pb2.DecodeEvent]) -> None:
+        """Queue what one step produced. Any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put_all, events)
+
+    def put(self, event: internal_pb2.DecodeEvent) -> None:
+        """Queue one event."""
+        self._put_all([event])
+
+    def _put_all(self, events: list[internal_pb2.DecodeEvent]) -> None:
+        if self._ended:
+            return
+        self._pending.extend(events)
+        self._wake.set()
+
+    def end(self) -> None:
+        """The router says no more: `next_events` returns None."""
+        self._ended = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """The stream is over: nothing of it is in flight any more."""
+        self._ended = True
+        for request_id, attempt in list(self._open):
+            self.forget(request_id, attempt)
+
+    async def next_events(self) -> internal_pb2.DecodeEvents | None:
+        """Everything that is pending, as soon as there is something; None once the session has ended."""
+        await self._wake.wait()
+        self._wake.clear()
+        if self._ended:
+            return None
+        events, self._pending = self._pending, []
+        for event in events:
+            if event.WhichOneof("kind") in ("done", "failed"):
+                self.forget(event.request_id, event.attempt)
+        return internal_pb2.DecodeEvents(events=events)

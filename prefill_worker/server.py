@@ -1,0 +1,72 @@
+"""The prefill worker's gRPC service: messages in, commands to the engine's inbox, events out. No policy."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from engine.loop import EngineLoop
+from engine.wire import DoorLimits, build_sequence
+from kvferry_rpc import internal_pb2, internal_pb2_grpc
+from prefill_worker.worker import Cancel, Command, PrefillView, Submit
+from runtime.clock import Clock
+from runtime.errors import ErrorCode, KvferryError
+from runtime.in_flight import InFlight
+
+
+class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
+    """Event-loop thread only."""
+
+    def __init__(self, engine_loop: EngineLoop[Command, PrefillView], limits: DoorLimits, clock: Clock) -> None:
+        self.in_flight = InFlight()
+        self.draining = False
+        self._engine_loop = engine_loop
+        self._limits = limits
+        self._clock = clock
+
+    async def Prefill(
+        self, request: internal_pb2.PrefillRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[internal_pb2.PrefillEvent]:
+        """One request, from its ticket to this half of its receipt. See the .proto file."""
+        with self.in_flight.track():
+            events: asyncio.Queue[internal_pb2.PrefillEvent] = asyncio.Queue()
+            try:
+                self._submit(request, events)
+            except KvferryError as error:
+                yield internal_pb2.PrefillEvent(error=error.to_proto())
+                return
+            over = False
+            try:
+                while not over:
+                    event = await events.get()  # the worker ends every request by its deadline
+                    over = event.WhichOneof("kind") != "first_token"
+                    yield event
+            finally:
+                if not over:
+                    self._engine_loop.notify(Cancel(request.ticket.handoff_id))
+
+    def _submit(self, request: internal_pb2.PrefillRequest, events: asyncio.Queue[internal_pb2.PrefillEvent]) -> None:
+        """Raises KvferryError for what is refused at the door."""
+        if self.draining:
+            raise KvferryError(ErrorCode.UNAVAILABLE, "this prefill worker is draining")
+        loop = asyncio.get_running_loop()
+        now = self._clock.now()
+        self._engine_loop.submit(
+            Submit(
+                sequence=build_sequence(request, self._limits),
+                ticket=request.ticket,
+                arrived_at=now,
+                deadline=now + request.deadline_ms / 1e3,
+                reply=lambda event: _deliver(loop, events, event),
+            )
+        )
+
+
+def _deliver(
+    loop: asyncio.AbstractEventLoop,
+    events: asyncio.Queue[internal_pb2.PrefillEvent],
+    event: internal_pb2.PrefillEvent,
+) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(events.put_nowait, event)

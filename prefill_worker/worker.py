@@ -1,0 +1,255 @@
+"""The prefill worker's step, on the engine's owner thread.
+
+Life of a request here:
+
+1. `Submit` comes from the server with its ticket. The hand-off is opened at once, so its lease is renewed while the
+   request waits.
+2. The scheduler admits it when blocks for the whole prompt are free; a cached prefix is pinned, not computed.
+3. Each step computes a chunk. As soon as a layer of the chunk is stored, its complete blocks are pushed: they travel
+   while the next layer is computed.
+4. The last chunk gives the first token. It goes to the router at once, and into the commit record.
+5. `Sent`: the decode worker has verified the blocks. The router gets this half of the receipt.
+6. `Drained`: no thread reads the local blocks any more. Only now can they be overwritten.
+
+Failure exits: refused at the door (typed error, nothing held); cancelled, past its deadline, or failed on the way
+(hand-off aborted, blocks in quarantine until `Drained`). All of them go through `_stop`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from engine.engine import Engine, EngineLoad, SequenceOutput
+from engine.scheduler import Schedule
+from engine.sequence import Sequence
+from engine.wire import publish_cache_changes, token_output
+from kv_transfer.events import CommitRecord, Drained, Failed, SendStats, Sent
+from kv_transfer.sender import HandoffSender
+from kvferry_rpc import internal_pb2
+from runtime.clock import Clock
+from runtime.errors import ErrorCode, KvferryError, invalid
+from runtime.kv_event_log import KVEventLog
+
+Reply = Callable[[internal_pb2.PrefillEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request, checked by the server. `reply` is called on the owner thread and must not block; the last event it
+    gets is `done` or `error`. Times are on the worker's clock, in seconds."""
+
+    sequence: Sequence
+    ticket: internal_pb2.Ticket
+    arrived_at: float
+    deadline: float
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The router cancelled, or its call broke: nobody listens to this request any more."""
+
+    handoff_id: str
+
+
+Command = Submit | Cancel | Sent | Failed | Drained
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillView:
+    """A frozen view for other threads; totals count from the start."""
+
+    load: EngineLoad
+    handoffs_sent: int
+    handoffs_failed: int
+    bytes_sent: int
+
+
+@dataclass(slots=True)
+class _Job:
+    """One request from `Submit` to `Drained`."""
+
+    submit: Submit
+    started_at: float | None = None
+    first_token_at: float | None = None
+    quarantine_id: int | None = None
+    over: bool = False  # the router has had its last event, or is gone
+
+
+class PrefillWorker:
+    """Handler of the engine loop. Every method belongs to the owner thread."""
+
+    def __init__(self, engine: Engine, sender: HandoffSender, num_layers: int, log: KVEventLog, clock: Clock) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._layers = range(num_layers)
+        self._block_size = engine.block_manager.block_size
+        self._log = log
+        self._clock = clock
+        self._jobs: dict[str, _Job] = {}  # by hand-off
+        self._handoff_of: dict[str, str] = {}  # by sequence
+        self._audited = True
+        self._sent = self._failed = self._bytes_sent = 0
+
+    # ---- commands ------------------------------------------------------------------------------------------------
+
+    def handle(self, command: Command) -> None:
+        """Carry out one command; what is wrong with a request is answered, never raised."""
+        match command:
+            case Submit():
+                self._submit(command)
+            case Cancel():
+                self._stop(command.handoff_id, None)
+            case Sent():
+                self._on_sent(command.handoff_id, command.stats)
+            case Failed():
+                self._on_failed(command)
+            case Drained():
+                self._on_drained(command.handoff_id)
+            case _:
+                assert_never(command)
+
+    def _submit(self, submit: Submit) -> None:
+        seq, ticket = submit.sequence, submit.ticket
+        if ticket.handoff_id in self._jobs:
+            self._answer(submit, invalid("ticket", f"{ticket.handoff_id} is in use"))
+            return
+        try:
+            self._engine.add(seq)
+            self._sender.open(ticket, seq.num_tokens, submit.deadline)
+        except (KvferryError, ValueError) as error:
+            self._engine.cancel(seq.seq_id)
+            self._answer(submit, error if isinstance(error, KvferryError) else invalid("ticket", str(error)))
+            return
+        self._jobs[ticket.handoff_id] = _Job(submit)
+        self._handoff_of[seq.seq_id] = ticket.handoff_id
+        self._audited = False
+
+    # ---- one step: schedule, run, publish ------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Compute one chunk of what the scheduler chose, pushing each layer as it is stored."""
+        schedule = self._engine.schedule()
+        if not schedule:
+            return False
+        pushes = self._plan_pushes(schedule)
+        result = self._engine.run(schedule, on_layer=lambda layer: self._push_layer(pushes, layer))
+        for output in self._engine.publish(schedule, result):
+            self._on_output(output)
+        publish_cache_changes(self._engine.block_manager, self._log)
+        return True
+
+    def _plan_pushes(self, schedule: Schedule) -> list[tuple[str, int, tuple[int, ...]]]:
+        """(hand-off, first prompt block, local blocks) that this step completes. Cached blocks go out right here."""
+        pushes = []
+        for item in schedule.items:
+            handoff_id = self._handoff_of[item.seq.seq_id]
+            job = self._jobs[handoff_id]
+            if job.started_at is None:
+                job.started_at = self._clock.now()
+                cached = item.start // self._block_size
+                if cached:
+                    self._sender.push(handoff_id, 0, item.block_table[:cached], self._layers)
+            first = item.start // self._block_size
+            # A block that the next chunk goes on filling is sent then; the last, partly filled one now.
+            end = -(-item.end // self._block_size) if item.samples else item.end // self._block_size
+            if end > first:
+                pushes.append((handoff_id, first, item.block_table[first:end]))
+        return pushes
+
+    def _push_layer(self, pushes: list[tuple[str, int, tuple[int, ...]]], layer: int) -> None:
+        for handoff_id, first, blocks in pushes:
+            self._sender.push(handoff_id, first, blocks, range(layer, layer + 1))
+
+    def _on_output(self, output: SequenceOutput) -> None:
+        seq = output.seq
+        handoff_id = self._handoff_of[seq.seq_id]
+        job = self._jobs[handoff_id]
+        if output.sample is None:
+            error = output.error or KvferryError(ErrorCode.INTERNAL, "no token was sampled")
+            self._stop(handoff_id, error)
+            return
+        token = token_output(seq.num_output_tokens - 1, output.sample)
+        job.first_token_at = self._clock.now()
+        job.quarantine_id = self._engine.quarantine(seq.seq_id)
+        self._sender.commit(handoff_id, CommitRecord(seq.num_arrival_tokens, token.SerializeToString()))
+        job.submit.reply(internal_pb2.PrefillEvent(first_token=token))
+
+    # ---- the ways out --------------------------------------------------------------------------------------------
+
+    def _on_sent(self, handoff_id: str, stats: SendStats) -> None:
+        job = self._jobs[handoff_id]
+        self._sent += 1
+        self._bytes_sent += stats.size_bytes
+        if not job.over:
+            job.over = True
+            job.submit.reply(internal_pb2.PrefillEvent(done=_receipt_half(job, stats)))
+
+    def _on_failed(self, event: Failed) -> None:
+        job = self._jobs[event.handoff_id]
+        self._failed += not job.over  # otherwise it is the answer to our own abort
+        self._stop(event.handoff_id, event.error)
+
+    def _stop(self, handoff_id: str, error: KvferryError | None) -> None:
+        """End a request early: no more compute, no more writes, an answer if somebody listens. Idempotent."""
+        job = self._jobs.get(handoff_id)
+        if job is None:
+            return
+        quarantine_id = self._engine.cancel(job.submit.sequence.seq_id, quarantine=True)
+        if quarantine_id is not None:
+            job.quarantine_id = quarantine_id
+        self._sender.abort(handoff_id, error.message if error else "cancelled by the router")
+        if not job.over:
+            job.over = True
+            if error is not None:
+                self._answer(job.submit, error)
+
+    def _on_drained(self, handoff_id: str) -> None:
+        job = self._jobs.pop(handoff_id)
+        del self._handoff_of[job.submit.sequence.seq_id]
+        if job.quarantine_id is not None:
+            self._engine.release_quarantine(job.quarantine_id)
+
+    def _answer(self, submit: Submit, error: KvferryError) -> None:
+        submit.reply(internal_pb2.PrefillEvent(error=error.to_proto()))
+
+    # ---- timers and views ----------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Deadlines; and the books, whenever everything has come to rest."""
+        for handoff_id, job in list(self._jobs.items()):
+            if now >= job.submit.deadline and not job.over:
+                self._stop(handoff_id, KvferryError(ErrorCode.DEADLINE_EXCEEDED, "the deadline passed during prefill"))
+        if not self._audited and not self._jobs:
+            self._engine.check_integrity()
+            self._audited = True
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    @property
+    def has_timers(self) -> bool:
+        return bool(self._jobs)
+
+    def view(self) -> PrefillView:
+        return PrefillView(self._engine.load(), self._sent, self._failed, self._bytes_sent)
+
+
+def _receipt_half(job: _Job, stats: SendStats) -> internal_pb2.PrefillDone:
+    started = job.started_at or job.submit.arrived_at
+    sampled = job.first_token_at or started
+    first, last = stats.first_write_at, stats.last_write_at
+    transfer_s = last - first if first is not None and last is not None else 0.0
+    exposed_s = max(0.0, last - max(sampled, first)) if first is not None and last is not None else 0.0
+    return internal_pb2.PrefillDone(
+        cached_tokens=job.submit.sequence.num_cached_tokens,
+        blocks_sent=stats.num_blocks,
+        bytes_sent=stats.size_bytes,
+        transport=stats.transport,
+        checksum=stats.digest,
+        wait_ms=(started - job.submit.arrived_at) * 1e3,
+        prefill_ms=(sampled - started) * 1e3,
+        transfer_ms=transfer_s * 1e3,
+        exposed_transfer_ms=exposed_s * 1e3,
+    )
