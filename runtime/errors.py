@@ -67,8 +67,10 @@ class KvferryError(Exception):
     @classmethod
     def from_rpc(cls, error: grpc.RpcError, peer: str) -> "KvferryError":
         """What a broken or refused call to `peer` means to a request: every gRPC status maps to one code."""
-        status = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        detail = (error.details() if isinstance(error, grpc.Call) else None) or str(status)
+        # An AioRpcError has a status like a Call, without being one.
+        answered = isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+        status = error.code() if answered else grpc.StatusCode.UNKNOWN
+        detail = (error.details() if answered else None) or str(status)
         for code, (_, candidate) in _STATUS.items():
             if candidate is status:
                 return cls(code, f"{peer}: {detail}")

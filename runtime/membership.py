@@ -10,6 +10,7 @@
 import asyncio
 import itertools
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -81,11 +82,12 @@ class MembershipClient:
         """`load` is called on the event loop each interval and link: it must only read a snapshot.
 
         `on_drain` is called, possibly more than once, when a router asks this worker to take no new work.
-        `register.protocol_version` is filled in here.
+        `protocol_version` and `pid` of `register` are filled in here.
         """
         message = Register()
         message.CopyFrom(register)
         message.protocol_version = PROTOCOL_VERSION
+        message.pid = os.getpid()
         state = _Worker(secret, message, load, kv_events, on_drain, report_interval_s)
         rng = random.Random(message.incarnation)
         self._worker = state
