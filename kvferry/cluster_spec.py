@@ -1,0 +1,110 @@
+"""What a local cluster consists of, and the command line of each of its processes."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TRANSPORTS = ("auto", "shm", "tcp")
+INTERNAL_HOST = "127.0.0.1"  # workers, and the port where they attach: never reachable from elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class RoleCommands:
+    """How each role's process is started; flags follow. Another set lets a test stand in for the real ones."""
+
+    router: tuple[str, ...] = (sys.executable, "-m", "router")
+    prefill: tuple[str, ...] = (sys.executable, "-m", "prefill_worker")
+    decode: tuple[str, ...] = (sys.executable, "-m", "decode_worker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """A router and its workers on this host. Flags that are None are not passed: the process's default holds."""
+
+    model_dir: Path
+    served_model_name: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    host: str = "127.0.0.1"
+    http_port: int = 0
+    grpc_port: int = 0
+    transport: str = "auto"
+    block_size: int | None = None
+    num_blocks: int | None = None
+    token_budget: int | None = None
+    max_num_seqs: int | None = None
+    strict_handoff: bool = False
+    log_level: str = "info"
+    restart: bool = True
+    start_timeout_s: float = 180.0
+    drain_timeout_s: float = 30.0
+    commands: RoleCommands = field(default_factory=RoleCommands)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the flag."""
+        if self.num_decode < 1 or self.num_prefill < 0:
+            raise ValueError("a cluster needs --decode 1 or more and --prefill 0 or more")
+        if self.num_decode + self.num_prefill > 64:
+            raise ValueError("--prefill and --decode must not exceed 64 processes together on one host")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"--transport must be one of {', '.join(TRANSPORTS)}, not {self.transport!r}")
+        for flag, port in (("--http-port", self.http_port), ("--grpc-port", self.grpc_port)):
+            if not 0 <= port <= 65535:
+                raise ValueError(f"{flag} must be 0 to 65535, not {port}")
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ValueError("--http-port and --grpc-port must differ")
+        if self.start_timeout_s <= 0 or self.drain_timeout_s <= 0:
+            raise ValueError("--start-timeout and --drain-timeout must be positive")
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """prefill-0, ..., decode-0, ...: stable over restarts."""
+        prefill = tuple(f"prefill-{index}" for index in range(self.num_prefill))
+        return prefill + tuple(f"decode-{index}" for index in range(self.num_decode))
+
+    @property
+    def local_host(self) -> str:
+        """How processes of this host reach the router's public ports."""
+        return {"0.0.0.0": INTERNAL_HOST, "::": "::1"}.get(self.host, self.host)
+
+    def router_argv(self, secret_file: Path, ports: dict[str, int]) -> tuple[str, ...]:
+        """Command line of the router; `ports` holds http_port, grpc_port and internal_port (0 = any free one)."""
+        flags = {**self._common(secret_file), "host": self.host, "internal_host": INTERNAL_HOST, **ports}
+        strict = ("--strict-handoff",) if self.strict_handoff else ()
+        return (*self.commands.router, *_flags(flags), *strict, "--exit-on-stdin-close")
+
+    def worker_argv(self, worker_id: str, secret_file: Path, router_address: str) -> tuple[str, ...]:
+        """Command line of one worker that attaches to `router_address`."""
+        flags = {
+            **self._common(secret_file),
+            "worker_id": worker_id,
+            "host": INTERNAL_HOST,
+            "port": 0,
+            "routers": router_address,
+            "block_size": self.block_size,
+            "num_blocks": self.num_blocks,
+            "token_budget": self.token_budget,
+            "max_num_seqs": self.max_num_seqs,
+            "transports": None if self.transport == "auto" else self.transport,
+        }
+        command = self.commands.prefill if worker_id.startswith("prefill-") else self.commands.decode
+        return (*command, *_flags(flags), "--exit-on-stdin-close")
+
+    def _common(self, secret_file: Path) -> dict[str, Any]:
+        return {
+            "model": self.model_dir,
+            "served_model_name": self.served_model_name,
+            "cluster_secret_file": secret_file,
+            "drain_timeout_s": self.drain_timeout_s,
+            "log_level": self.log_level,
+        }
+
+
+def _flags(values: dict[str, Any]) -> list[str]:
+    parts: list[str] = []
+    for name, value in values.items():
+        if value is not None:
+            # One argument, so that a value that starts with a dash stays a value.
+            parts.append(f"--{name.replace('_', '-')}={value}")
+    return parts

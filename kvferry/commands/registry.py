@@ -1,0 +1,15 @@
+"""All commands, in the order of `kvferry --help`. A new one is a module with a COMMAND and a line here."""
+
+from kvferry.commands import chat, complete, demo, doctor, receipt, status, up, verify
+from kvferry.commands.base import Command
+
+COMMANDS: tuple[Command, ...] = (
+    up.COMMAND,
+    chat.COMMAND,
+    complete.COMMAND,
+    status.COMMAND,
+    receipt.COMMAND,
+    doctor.COMMAND,
+    verify.COMMAND,
+    demo.COMMAND,
+)

@@ -1,0 +1,198 @@
+"""`kvferry up`: a whole cluster on this machine, until Ctrl-C or SIGTERM."""
+
+import argparse
+import asyncio
+import signal
+from dataclasses import asdict
+from pathlib import Path
+
+from kvferry.cluster_spec import TRANSPORTS, ClusterSpec, RoleCommands
+from kvferry.commands.base import Command, absolute_path
+from kvferry.console import Console
+from kvferry.launcher import ClusterEvent, LocalCluster
+from kvferry.model_prep import DEFAULT_CACHE_DIR, PREPARE_COMMAND, prepare_model
+from kvferry.run_dir import RunDir
+
+_INTERRUPTED_STATUS = 130
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="A directory, a .gguf file, or smollm2-135m-instruct.")
+    parser.add_argument("--served-model-name", help="Name in requests. Default: the model's own.")
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="Prefill workers. Default: 1.")
+    parser.add_argument("--decode", type=int, default=1, metavar="N", help="Decode workers. Default: 1.")
+    parser.add_argument("--host", default="127.0.0.1", help="Address the router listens on. Default: %(default)s.")
+    parser.add_argument("--http-port", type=int, default=8000, help="OpenAI API; 0 = any free. Default: %(default)s.")
+    parser.add_argument("--grpc-port", type=int, default=8001, help="gRPC API; 0 = any free. Default: %(default)s.")
+    parser.add_argument("--block-size", type=int, help="Tokens a KV block.")
+    parser.add_argument("--num-blocks", type=int, help="Blocks in each worker's KV pool. Default: by free memory.")
+    parser.add_argument("--token-budget", type=int, help="Most tokens a worker computes in one step.")
+    parser.add_argument("--max-num-seqs", type=int, help="Most sequences a worker computes in one step.")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="How KV moves. Default: %(default)s.")
+    parser.add_argument("--strict-handoff", action="store_true", help="Fail a request whose prompt is not computed by a prefill worker.")  # fmt: skip # noqa: E501
+    parser.add_argument("--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s.")  # fmt: skip # noqa: E501
+    parser.add_argument(
+        "--state-dir", type=absolute_path, help="State, secret and logs of this cluster. Default: a new one."
+    )
+    parser.add_argument("--log-dir", type=absolute_path, help="Logs of its processes. Default: in the state directory.")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--no-restart", action="store_true", help="Do not start a process again that died.")
+    parser.add_argument("--start-timeout", type=float, default=180.0, metavar="SECONDS", help="Default: %(default)g.")
+    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS", help="Time for running requests to finish at the end. Default: %(default)g.")  # fmt: skip # noqa: E501
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> int:
+    return asyncio.run(run_up(arguments, console))
+
+
+async def run_up(
+    arguments: argparse.Namespace,
+    console: Console,
+    *,
+    commands: RoleCommands | None = None,
+    prepare_command: tuple[str, ...] = PREPARE_COMMAND,
+) -> int:
+    """Prepare, start, wait for a signal, drain. Returns 0 after a clean drain.
+
+    130 when interrupted before it was up or by a second signal; 1 when a process had to be killed or the router died
+    for good.
+    """
+    first, second = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: (second if first.is_set() else first).set())
+    try:
+        return await _up_until(first, second, _Up(arguments, console, commands or RoleCommands(), prepare_command))
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def _up_until(first: asyncio.Event, second: asyncio.Event, up: "_Up") -> int:
+    starting = asyncio.create_task(up.start())
+    if await _earlier(starting, first):
+        cluster = await starting
+    else:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return _INTERRUPTED_STATUS
+    lost = asyncio.create_task(cluster.router_lost.wait())
+    router_lost = await _earlier(lost, first)
+    lost.cancel()
+    stopping = asyncio.create_task(cluster.stop())
+    if await _earlier(stopping, second):
+        return 0 if await stopping and not router_lost else 1
+    stopping.cancel()
+    await asyncio.gather(stopping, return_exceptions=True)
+    await cluster.kill()
+    return _INTERRUPTED_STATUS
+
+
+class _Up:
+    """Brings the cluster up and tells the person about it."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        console: Console,
+        commands: RoleCommands,
+        prepare_command: tuple[str, ...],
+    ) -> None:
+        self._arguments = arguments
+        self._console = console
+        self._commands = commands
+        self._prepare_command = prepare_command
+
+    async def start(self) -> LocalCluster:
+        arguments, console = self._arguments, self._console
+        self._spec(Path(), "").validate()  # before minutes of preparing
+        model = await prepare_model(
+            arguments.model, arguments.cache_dir, ProgressLines(console).show, command=self._prepare_command
+        )
+        spec = self._spec(model.path, arguments.served_model_name or model.name)
+        run_dir = RunDir.create(arguments.state_dir)
+        log_dir = arguments.log_dir or run_dir.path / "logs"
+        cluster = LocalCluster(spec, run_dir, lambda event: show_event(event, console), log_dir=log_dir)
+        console.say(f"starting {spec.served_model_name}; logs in {log_dir}")
+        await cluster.start()
+        console.emit(
+            {
+                "event": "serving",
+                "http_address": cluster.http_address,
+                "grpc_address": cluster.grpc_address,
+                "state_dir": str(run_dir.path),
+                "pids": cluster.pids,
+            }
+        )
+        for line in how_to_call(cluster.http_address, cluster.grpc_address, spec.served_model_name):
+            console.say(line)
+        return cluster
+
+    def _spec(self, model_dir: Path, name: str) -> ClusterSpec:
+        arguments = self._arguments
+        return ClusterSpec(
+            model_dir=model_dir,
+            served_model_name=name,
+            num_prefill=arguments.prefill,
+            num_decode=arguments.decode,
+            host=arguments.host,
+            http_port=arguments.http_port,
+            grpc_port=arguments.grpc_port,
+            transport=arguments.transport,
+            block_size=arguments.block_size,
+            num_blocks=arguments.num_blocks,
+            token_budget=arguments.token_budget,
+            max_num_seqs=arguments.max_num_seqs,
+            strict_handoff=arguments.strict_handoff,
+            log_level=arguments.log_level,
+            restart=not arguments.no_restart,
+            start_timeout_s=arguments.start_timeout,
+            drain_timeout_s=arguments.drain_timeout,
+            commands=self._commands,
+        )
+
+
+class ProgressLines:
+    """Shows preparation as one line a stage, so that it reads well in a log too."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stage = ""
+
+    def show(self, stage: str, fraction: float) -> None:
+        self._console.emit({"event": "progress", "stage": stage, "fraction": fraction})
+        if stage != self._stage:
+            self._stage = stage
+            self._console.say(f"model: {stage} ({fraction:.0%})")
+
+
+def show_event(event: ClusterEvent, console: Console) -> None:
+    """One line a thing that happened."""
+    console.emit({"event": event.kind, **{key: value for key, value in asdict(event).items() if key != "kind"}})
+    if event.kind != "up":
+        console.say(f"{event.name}: {event.kind}, {event.text}")
+
+
+def how_to_call(http_address: str, grpc_address: str, model: str) -> list[str]:
+    """What to type next."""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    return [
+        "",
+        f"{model} is served: HTTP http://{http_address}/v1, gRPC {grpc_address}. Ctrl-C drains and stops.",
+        f"  kvferry chat 'Hello' --receipt --address {grpc_address}",
+        f"  curl http://{http_address}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        "",
+    ]
+
+
+async def _earlier(task: "asyncio.Task[object]", event: asyncio.Event) -> bool:
+    """Whether `task` ends before `event` is set."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        waiting.cancel()
+
+
+COMMAND = Command("up", "Start a cluster on this machine.", _add_arguments, _run)

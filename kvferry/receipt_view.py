@@ -1,0 +1,58 @@
+"""A KV receipt for people (a table) and for machines (JSON)."""
+
+from typing import Any
+
+from kvferry_rpc.common_pb2 import KVReceipt
+
+
+def receipt_dict(receipt: KVReceipt) -> dict[str, Any]:
+    """Every field by its proto name, zeros included; the checksum in hexadecimal."""
+    values: dict[str, Any] = {}
+    for field in KVReceipt.DESCRIPTOR.fields:
+        value = getattr(receipt, field.name)
+        if isinstance(value, bytes):
+            value = value.hex()
+        elif isinstance(value, float):
+            value = round(value, 3)
+        elif field.name == "earlier_failures":
+            value = list(value)
+        values[field.name] = value
+    return values
+
+
+def receipt_rows(receipt: KVReceipt) -> list[tuple[str, str]]:
+    """The receipt as (label, value) rows in the order of a request's life."""
+    moved = receipt.prefill_worker != receipt.decode_worker
+    checksum = receipt.checksum.hex() or "none"
+    verified = "verified" if receipt.checksum_verified else "NOT VERIFIED"
+    rows = [
+        ("request_id", receipt.request_id),
+        ("handoff_id", receipt.handoff_id or "none: prefill ran on the decode worker"),
+        ("attempt", str(receipt.attempt)),
+        ("prefill_worker", receipt.prefill_worker),
+        ("decode_worker", receipt.decode_worker),
+        ("plan_reason", receipt.plan_reason),
+        ("transport", receipt.transport),
+        ("prompt_tokens", str(receipt.prompt_tokens)),
+        ("prefill_cached_tokens", str(receipt.prefill_cached_tokens)),
+        ("decode_cached_tokens", str(receipt.decode_cached_tokens)),
+        ("tokens_recomputed", str(receipt.tokens_recomputed)),
+        ("preempted_tokens", str(receipt.preempted_tokens)),
+        ("blocks_sent", str(receipt.blocks_sent)),
+        ("bytes_sent", f"{receipt.bytes_sent:,}"),
+        ("checksum", f"{checksum} ({verified})" if moved else checksum),
+        ("queue_ms", f"{receipt.queue_ms:.1f}"),
+        ("prefill_ms", f"{receipt.prefill_ms:.1f}"),
+        ("transfer_ms", f"{receipt.transfer_ms:.1f}"),
+        ("exposed_transfer_ms", f"{receipt.exposed_transfer_ms:.1f}{_hidden_share(receipt)}"),
+        ("commit_ms", f"{receipt.commit_ms:.1f}"),
+        ("decode_ms", f"{receipt.decode_ms:.1f}"),
+    ]
+    return rows + [("earlier_failure", failure) for failure in receipt.earlier_failures]
+
+
+def _hidden_share(receipt: KVReceipt) -> str:
+    if receipt.transfer_ms <= 0:
+        return ""
+    hidden = 1 - min(receipt.exposed_transfer_ms / receipt.transfer_ms, 1.0)
+    return f" ({hidden:.0%} of the transfer hidden behind prefill)"

@@ -1,0 +1,104 @@
+"""What a cluster's text is compared with: one process of this engine, and `transformers.generate`.
+
+Both run in a process of their own (`run_in_process`), so that the command line never loads torch itself and the two can
+use a core each.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceCase:
+    """One prompt as token ids. `seed` None = greedy; else sampled with SAMPLED_TEMPERATURE and SAMPLED_TOP_P."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    seed: int | None = None
+
+
+SAMPLED_TEMPERATURE = 0.8
+SAMPLED_TOP_P = 0.95
+
+
+def run_in_process(function: Callable[..., _Result], *args: Any) -> "Future[_Result]":
+    """Call a module-level function in a fresh process; its exceptions come back through the future."""
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    future = pool.submit(function, *args)
+    pool.shutdown(wait=False)
+    return future
+
+
+def one_process(model: str, cache_dir: Path, cases: Sequence[ReferenceCase]) -> list[list[int]]:
+    """Tokens that this engine generates without any cluster, each prompt alone in the pool and nothing cached."""
+    from engine.build import build_engine, plan_engine
+    from engine.options import EngineOptions
+    from engine.sequence import SamplingParams, Sequence
+    from kv_transfer.region import MemoryRegion
+
+    longest = max(len(case.prompt_token_ids) + case.max_tokens for case in cases)
+    options = EngineOptions(model=model, cache_dir=cache_dir, num_blocks=longest // 16 + 2, token_budget=8192)
+    plan = plan_engine(options, available_bytes=None)
+    pool = MemoryRegion.allocate(plan.pool_bytes, shared=False)
+    engine = build_engine(options, plan, pool.buffer, prefill_only=False)
+    answers = []
+    for number, case in enumerate(cases):
+        sampling = SamplingParams(
+            max_tokens=case.max_tokens,
+            temperature=0.0 if case.seed is None else SAMPLED_TEMPERATURE,
+            top_p=1.0 if case.seed is None else SAMPLED_TOP_P,
+            seed=case.seed or 0,
+        )
+        sequence = Sequence(
+            f"reference/{number}",
+            case.prompt_token_ids,
+            sampling,
+            max_context_tokens=plan.limits.max_context_tokens,
+            eos_token_ids=plan.limits.eos_token_ids,
+            cache_salt=number.to_bytes(4, "big"),  # nothing of one prompt is found by the next
+        )
+        engine.add(sequence)
+        while engine.has_work:
+            schedule = engine.schedule()
+            engine.publish(schedule, engine.run(schedule))
+        answers.append(list(sequence.output_token_ids))
+    return answers
+
+
+def transformers_greedy(model: str, cases: Sequence[ReferenceCase]) -> list[list[int]]:
+    """Tokens of `transformers.generate` in fp32, greedy. Raises ImportError without transformers, KvferryError for an
+    unknown model. Reads the original checkpoint, not the prepared one: a wrong conversion would show."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from engine.model_source import SourceKind, resolve_source
+
+    torch.set_num_threads(1)
+    source = resolve_source(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if source.kind is SourceKind.GGUF:
+            path, options = source.path.parent, {"gguf_file": source.path.name}
+        else:
+            path, options = source.path, {}
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+        network.train(False)
+        answers = []
+        for case in cases:
+            prompt = torch.tensor([case.prompt_token_ids])
+            output = network.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=case.max_tokens,
+                pad_token_id=0,
+            )
+            answers.append(output[0, prompt.shape[1] :].tolist())
+    return answers

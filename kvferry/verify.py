@@ -1,0 +1,243 @@
+"""Same text, three ways: the cluster, one process, and `transformers.generate`, token for token.
+
+1. Prompts are read and tokenised as the router does.
+2. The two references run, once, each in a process of its own.
+3. For each variant of the cluster (block size, transport, chunking, a pool small enough to preempt) and each way of
+   sampling, a fresh cluster answers all prompts twice: with a cold and with a warm prefix cache.
+4. Every answer is compared with its reference, and every receipt must prove its hand-off.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvferry.cluster_spec import ClusterSpec
+from kvferry.launcher import ClusterEvent, LocalCluster
+from kvferry.references import (
+    SAMPLED_TEMPERATURE,
+    SAMPLED_TOP_P,
+    ReferenceCase,
+    one_process,
+    run_in_process,
+    transformers_greedy,
+)
+from kvferry.run_dir import RunDir
+from kvferry_rpc import common_pb2, public_pb2, public_pb2_grpc
+from router.tokenizer import Tokenizer
+from runtime.grpc_life import channel
+
+_REQUEST_TIMEOUT_S = 600.0
+_FIRST_SEED = 1234
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One shape of the cluster. `num_blocks` None = a pool in which everything fits."""
+
+    name: str
+    transport: str
+    block_size: int = 16
+    token_budget: int = 512
+    num_blocks: int | None = None
+    must_preempt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What to compare. `model` is what the user named; `model_dir` its prepared directory."""
+
+    model: str
+    model_dir: Path
+    cache_dir: Path
+    texts: tuple[str, ...]
+    max_tokens: int = 16
+    concurrency: int = 8
+    with_transformers: bool = True
+
+
+@dataclass(slots=True)
+class Row:
+    """One line of the table: answers of one pass over the prompts, against one reference."""
+
+    variant: str
+    sampling: str
+    cache: str
+    reference: str
+    equal: int = 0
+    total: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether every answer was equal and every receipt proved its hand-off."""
+        return self.equal == self.total and not self.notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    tokens: list[int]
+    receipt: common_pb2.KVReceipt
+
+
+def read_prompts(path: Path, limit: int | None = None) -> tuple[str, ...]:
+    """Texts of a JSON-lines file with a `text` in each object. Raises ValueError naming the line."""
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not a JSON object with a text") from error
+        texts.append(str(text))
+    return tuple(texts[:limit])
+
+
+def prompt_lengths(options: VerifyOptions) -> list[int]:
+    """Tokens of each prompt, as the router counts them."""
+    tokenizer = Tokenizer.load(options.model_dir)
+    return [len(tokenizer.encode(text)) for text in options.texts]
+
+
+def standard_variants(prompt_tokens: Sequence[int], max_tokens: int) -> tuple[Variant, ...]:
+    """Both block sizes over both transports, small chunks, and a pool that cannot hold what runs at once."""
+    # The longest prompt must fit alone, and two running sequences together with it must not.
+    longest = max(prompt_tokens) + max_tokens
+    tight = -(-longest // 16) + 1
+    return (
+        Variant("block 16, shm", "shm"),
+        Variant("block 32, shm", "shm", block_size=32),
+        Variant("block 16, tcp", "tcp"),
+        Variant("block 32, tcp", "tcp", block_size=32),
+        Variant("chunks of 64, shm", "shm", token_budget=64),
+        Variant("small pool, shm", "shm", num_blocks=tight, must_preempt=True),
+    )
+
+
+async def verify(options: VerifyOptions, variants: Sequence[Variant], say: Callable[[str], None]) -> AsyncIterator[Row]:
+    """Yield the rows as they are known. Raises whatever stops a cluster from starting or a reference from running."""
+    tokenizer = Tokenizer.load(options.model_dir)
+    prompts = [tuple(tokenizer.encode(text)) for text in options.texts]
+    greedy = [ReferenceCase(ids, options.max_tokens) for ids in prompts]
+    sampled = [ReferenceCase(ids, options.max_tokens, _FIRST_SEED + i) for i, ids in enumerate(prompts)]
+    say(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens; references run first")
+    alone = run_in_process(one_process, str(options.model_dir), options.cache_dir, [*greedy, *sampled])
+    references: dict[str, list[list[int]]] = {}
+    if options.with_transformers:
+        library = run_in_process(transformers_greedy, options.model, greedy)
+        references["transformers"] = await asyncio.wrap_future(library)
+    answers = await asyncio.wrap_future(alone)
+    references["one process"] = answers[: len(prompts)]
+    references["one process, sampled"] = answers[len(prompts) :]
+    if options.with_transformers:
+        yield _compare(
+            Row("no cluster", "greedy", "-", "transformers"), references["one process"], references["transformers"]
+        )
+    for variant in variants:
+        async for row in _verify_variant(options, variant, greedy, sampled, references, say):
+            yield row
+
+
+async def _verify_variant(
+    options: VerifyOptions,
+    variant: Variant,
+    greedy: Sequence[ReferenceCase],
+    sampled: Sequence[ReferenceCase],
+    references: dict[str, list[list[int]]],
+    say: Callable[[str], None],
+) -> AsyncIterator[Row]:
+    for sampling, cases in (("greedy", greedy), ("sampled", sampled)):
+        async with _cluster(options, variant, say) as address:
+            for cache in ("cold", "warm"):
+                answers, preemptions = await _ask_all(address, options, cases)
+                notes = _check_receipts(answers, variant)
+                if variant.must_preempt and not preemptions:
+                    notes.append("nothing was preempted")
+                names = ["one process, sampled"] if sampling == "sampled" else ["one process"]
+                if sampling == "greedy" and options.with_transformers:
+                    names.insert(0, "transformers")
+                for name in names:
+                    row = Row(variant.name, sampling, cache, name.removesuffix(", sampled"), notes=list(notes))
+                    yield _compare(row, [answer.tokens for answer in answers], references[name])
+
+
+@asynccontextmanager
+async def _cluster(options: VerifyOptions, variant: Variant, say: Callable[[str], None]) -> AsyncIterator[str]:
+    """A fresh local cluster of the variant; gives the address of its gRPC service."""
+    spec = ClusterSpec(
+        model_dir=options.model_dir,
+        served_model_name="verified",
+        transport=variant.transport,
+        block_size=variant.block_size,
+        token_budget=variant.token_budget,
+        num_blocks=variant.num_blocks,
+        restart=False,
+    )
+
+    def on_event(event: ClusterEvent) -> None:
+        if event.kind in ("died", "killed", "gave_up"):
+            say(f"{variant.name}: {event.name} {event.kind}: {event.text}")
+
+    cluster = LocalCluster(spec, RunDir.create(), on_event)
+    await cluster.start()
+    try:
+        yield cluster.grpc_address
+    finally:
+        await cluster.stop()
+
+
+async def _ask_all(address: str, options: VerifyOptions, cases: Sequence[ReferenceCase]) -> tuple[list[_Answer], int]:
+    """Answers in order, and how many sequences the workers have preempted so far."""
+    async with channel(address) as connection:
+        stub = public_pb2_grpc.KvferryStub(connection)
+        gate = asyncio.Semaphore(options.concurrency)
+
+        async def ask(text: str, case: ReferenceCase) -> _Answer:
+            async with gate:
+                return await _ask(stub, text, case)
+
+        answers = await asyncio.gather(*(ask(text, case) for text, case in zip(options.texts, cases, strict=True)))
+        # Load reports are a quarter of a second apart: the state must be newer than the last answer.
+        await asyncio.sleep(1.0)
+        state = await stub.ClusterState(public_pb2.ClusterStateRequest(), timeout=10)
+        return list(answers), sum(worker.preemptions for worker in state.workers)
+
+
+async def _ask(stub: "public_pb2_grpc.KvferryAsyncStub", text: str, case: ReferenceCase) -> _Answer:
+    sampling = common_pb2.SamplingParams(max_tokens=case.max_tokens, temperature=0.0)
+    if case.seed is not None:
+        sampling.temperature = SAMPLED_TEMPERATURE
+        sampling.top_p = SAMPLED_TOP_P
+        sampling.seed = case.seed
+    request = public_pb2.GenerateRequest(
+        model="verified", text=text, sampling=sampling, has_seed=case.seed is not None, with_receipt=True
+    )
+    tokens: list[int] = []
+    receipt = common_pb2.KVReceipt()
+    async for message in stub.Generate(request, timeout=_REQUEST_TIMEOUT_S):
+        tokens.extend(token.token_id for token in message.tokens)
+        if message.HasField("finish"):
+            receipt = message.finish.receipt
+    return _Answer(tokens, receipt)
+
+
+def _check_receipts(answers: Sequence[_Answer], variant: Variant) -> list[str]:
+    notes = []
+    for label, bad in (
+        ("recomputed tokens", [a for a in answers if a.receipt.tokens_recomputed]),
+        ("did not verify checksums", [a for a in answers if not a.receipt.checksum_verified]),
+        (f"did not use {variant.transport}", [a for a in answers if a.receipt.transport != variant.transport]),
+        ("needed a second attempt", [a for a in answers if a.receipt.attempt != 1]),
+    ):
+        if bad:
+            notes.append(f"{len(bad)} {label}")
+    return notes
+
+
+def _compare(row: Row, answers: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> Row:
+    row.total = len(reference)
+    row.equal = sum(list(a) == list(b) for a, b in zip(answers, reference, strict=True))
+    return row

@@ -1,0 +1,53 @@
+from kvferry.receipt_view import receipt_dict, receipt_rows
+from kvferry_rpc.common_pb2 import KVReceipt
+
+
+def _receipt() -> KVReceipt:
+    return KVReceipt(
+        request_id="r",
+        handoff_id="h",
+        prefill_worker="prefill-0",
+        decode_worker="decode-0",
+        transport="shm",
+        bytes_sent=1234567,
+        checksum=b"\xab\xcd",
+        checksum_verified=True,
+        transfer_ms=10.0,
+        exposed_transfer_ms=2.5,
+        earlier_failures=["attempt 1: prefill-1 was lost"],
+    )
+
+
+def test_every_field_of_the_receipt_is_in_its_json_form_zeros_included() -> None:
+    value = receipt_dict(_receipt())
+    assert list(value) == [field.name for field in KVReceipt.DESCRIPTOR.fields]
+    assert value["tokens_recomputed"] == 0
+    assert value["checksum"] == "abcd"
+    assert value["exposed_transfer_ms"] == 2.5
+    assert value["earlier_failures"] == ["attempt 1: prefill-1 was lost"]
+
+
+def test_every_field_of_the_receipt_is_in_its_table() -> None:
+    rows = receipt_rows(_receipt())
+    labels = {label for label, _ in rows}
+    expected = {field.name for field in KVReceipt.DESCRIPTOR.fields} - {"checksum_verified", "earlier_failures"}
+    assert expected <= labels
+    shown = dict(rows)
+    assert shown["checksum"] == "abcd (verified)"
+    assert shown["bytes_sent"] == "1,234,567"
+    assert shown["exposed_transfer_ms"] == "2.5 (75% of the transfer hidden behind prefill)"
+    assert shown["earlier_failure"] == "attempt 1: prefill-1 was lost"
+
+
+def test_an_unverified_checksum_shouts() -> None:
+    receipt = _receipt()
+    receipt.checksum_verified = False
+    assert dict(receipt_rows(receipt))["checksum"] == "abcd (NOT VERIFIED)"
+
+
+def test_a_local_prefill_claims_no_hand_off() -> None:
+    receipt = KVReceipt(request_id="r", prefill_worker="decode-0", decode_worker="decode-0", transport="local")
+    shown = dict(receipt_rows(receipt))
+    assert shown["handoff_id"] == "none: prefill ran on the decode worker"
+    assert shown["checksum"] == "none"
+    assert shown["exposed_transfer_ms"] == "0.0"
