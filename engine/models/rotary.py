@@ -1,0 +1,53 @@
+"""Rotary position embedding: the angles, exactly as transformers computes them, as a table of complex numbers."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.model_config import RopeConfig, RopeKind
+
+_CHUNK_ROWS = 2048
+
+
+class RotaryTable:
+    """cos + i sin of every position and frequency, filled in as far as positions ask.
+
+    The table grows by whole chunks and never recomputes one, so a position turns by the same numbers in every process.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        self._frequencies = inverse_frequencies(rope, head_dim)
+        self._table = torch.empty(0, head_dim // 2, dtype=torch.complex64)
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """complex64 [T, head_dim / 2] for int64 positions [T]."""
+        needed = int(positions.max()) + 1
+        while self._table.shape[0] < needed:
+            start = self._table.shape[0]
+            angles = torch.arange(start, start + _CHUNK_ROWS).float().unsqueeze(1) * self._frequencies
+            self._table = torch.cat((self._table, torch.complex(angles.cos(), angles.sin())))
+        return self._table[positions]
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """fp32 [head_dim / 2], radians a token."""
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.kind is RopeKind.LINEAR:
+        return frequencies / rope.factor
+    if rope.kind is RopeKind.LLAMA3:
+        return _llama3(rope, frequencies)
+    return frequencies
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Keep the short waves, stretch the long ones by `factor`, and pass smoothly from one to the other between."""
+    wavelengths = 2 * math.pi / frequencies
+    longest_kept = rope.original_context_tokens / rope.high_freq_factor
+    shortest_stretched = rope.original_context_tokens / rope.low_freq_factor
+    kept_share = (rope.original_context_tokens / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - kept_share) * frequencies / rope.factor + kept_share * frequencies
+    stretched = torch.where(wavelengths > shortest_stretched, frequencies / rope.factor, between)
+    return torch.where(wavelengths < longest_kept, frequencies, stretched)
