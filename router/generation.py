@@ -51,7 +51,8 @@ class TokenSource(Protocol):
     def tokens(self, request: GenerationRequest) -> AsyncIterator[TokenBatch | TokenEnd]:
         """Yield batches, then exactly one TokenEnd. Raises KvferryError when the request cannot be finished.
 
-        Closing the iterator early cancels the request on every worker. Event-loop task only.
+        Closing the iterator early cancels the request on every worker. A reader that has what it wanted throws
+        EnoughTokens into it instead, and gets the TokenEnd: the request counts as served. Event-loop task only.
         """
         ...
 
