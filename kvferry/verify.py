@@ -85,7 +85,7 @@ class _Answer:
 def read_prompts(path: Path, limit: int | None = None) -> tuple[str, ...]:
     """Texts of a JSON-lines file with a `text` in each object. Raises ValueError naming the line."""
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

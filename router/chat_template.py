@@ -1,0 +1,164 @@
+"""Chat templates: from messages to the prompt text, exactly as transformers renders it.
+
+A template is a program that came with the model. It runs in Jinja's immutable sandbox: it can read the messages and
+nothing else. Clients choose role and content of messages, never options of the template.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from runtime.errors import KvferryError, invalid
+from runtime.limits import MAX_MESSAGES, MAX_PROMPT_CHARS
+
+_MESSAGE_KEYS = frozenset({"role", "content"})
+
+
+class ChatTemplate:
+    """A compiled template. Immutable after construction: any number of threads may render at once."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        max_chars: int = MAX_PROMPT_CHARS,
+        now: Callable[[], datetime] = lambda: datetime.now().astimezone(),
+    ) -> None:
+        """`special_tokens` are variables of the template, such as `bos_token`. `now` serves templates that write the
+        date. Raises ValueError when `source` is not a template."""
+        environment = _environment(now)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}") from error
+        self._variables = dict(special_tokens)
+        self._max_chars = max_chars
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt for `messages` (each a role and a content) with the header of the answer at its end.
+
+        CPU work, milliseconds for long conversations: keep it off the event loop. Raises KvferryError
+        (INVALID_REQUEST) naming the field for malformed messages, for those that the template refuses, and when the
+        text would exceed `max_chars`.
+        """
+        plain = _checked(messages)
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(
+                messages=plain, tools=None, documents=None, add_generation_prompt=True, **self._variables
+            ):
+                pieces.append(piece)
+                size += len(piece)
+                if size > self._max_chars:
+                    raise invalid("messages", f"become a prompt of more than {self._max_chars} characters")
+        except KvferryError:
+            raise
+        except Exception as error:  # Template code fails in every way Python code can; Jinja says to catch them all.
+            raise invalid("messages", f"are refused by the model's chat template: {error}") from error
+        return "".join(pieces)
+
+
+def check_text(field: str, text: object, *, max_chars: int = MAX_PROMPT_CHARS) -> str:
+    """`text` if it is a string that a tokenizer can read.
+
+    Raises KvferryError (INVALID_REQUEST) naming `field` for other types, more than `max_chars` characters, and lone
+    surrogates, which JSON can carry but UTF-8 cannot.
+    """
+    if not isinstance(text, str):
+        raise invalid(field, "must be a string")
+    if len(text) > max_chars:
+        raise invalid(field, f"has {len(text)} characters, more than the limit of {max_chars}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(field, f"is not valid Unicode text: lone surrogate at character {error.start}") from None
+    return text
+
+
+def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    if not messages:
+        raise invalid("messages", "must not be empty")
+    if len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"has {len(messages)} entries, more than the limit of {MAX_MESSAGES}")
+    plain = []
+    for index, message in enumerate(messages):
+        if message.keys() != _MESSAGE_KEYS:
+            raise invalid(f"messages[{index}]", "must have a role and a content, and nothing else")
+        plain.append({key: check_text(f"messages[{index}].{key}", message[key]) for key in ("role", "content")})
+    return plain
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    """The environment that chat templates are written for; every setting here changes what they render."""
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return now().strftime(pattern)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    environment.globals["dict"] = _new_dict
+    environment.globals["namespace"] = _PlainNamespace
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON. Jinja's own filter escapes HTML characters, which a model was not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """`dict` as a function, so that a template cannot reach the attributes of the class."""
+    return dict(*args, **kwargs)
+
+
+class _PlainNamespace(Namespace):
+    """Jinja's namespace without attributes that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # like Jinja's, so that `self` is free for the template
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _refuse_private(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold the private name {name!r}")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}`: marks the assistant's own words for training; here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - the type Jinja declares
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
