@@ -1,0 +1,152 @@
+"""Attention over the paged pool: the new tokens are stored first, then everything is read through block tables."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.batch import Batch
+from engine.paged_cache import PagedCache
+
+# Tokens gathered at once for single-token rows: small enough that what is gathered is still in the CPU's cache when
+# it is multiplied, large enough that the number of calls does not matter.
+_GROUP_TOKENS = 2048
+
+
+class AttentionBackend(Protocol):
+    """What a model needs of the KV cache. Both calls belong to the engine's owner thread."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
+        """Write K and V (each [T, num_kv_heads, head_dim], any float dtype) of the batch's tokens into their slots.
+
+        Slots of a block behind the last token written are zero: nothing a former owner left there can be read or sent.
+        """
+        ...
+
+    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+        """Causal attention of q [T, num_q_heads, head_dim] (RoPE applied, not scaled) over each row's context.
+
+        Returns [T, num_q_heads * head_dim] in q's dtype. `store` of this layer and batch must come first.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SingleRows:
+    """Single-token rows of similar context length, read together."""
+
+    tokens: slice
+    num_rows: int
+    tile_index: Tensor
+    beyond_context: Tensor  # bool [num_rows, 1, 1, L]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """Several tokens of one sequence."""
+
+    tokens: slice
+    context_len: int
+    tile_index: Tensor
+    mask: Tensor | None  # bool [tokens, context_len], True = look at it; None = plain causal, nothing before the chunk
+
+
+class CpuAttention:
+    """Plain torch, fp32 accumulation. Chunks, prefixes and single tokens may be mixed in one batch."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self._planned_for: Batch | None = None
+        self._plan: tuple[list[_SingleRows], list[_Chunk]] = ([], [])
+
+    def store(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
+        """See AttentionBackend."""
+        for pages, values in ((self._cache.k(layer), k), (self._cache.v(layer), v)):
+            if len(batch.opened_blocks):
+                pages[batch.opened_blocks] = 0
+            pages[batch.slot_blocks, :, batch.slot_offsets] = values.to(pages.dtype)
+
+    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
+        """See AttentionBackend. Raises ValueError when the q heads are no multiple of the kv heads."""
+        if q.shape[1] % self._cache.layout.num_kv_heads:
+            raise ValueError(f"{q.shape[1]} q heads over {self._cache.layout.num_kv_heads} kv heads")
+        if self._planned_for is not batch:
+            self._plan = (self._plan_single_rows(batch), self._plan_chunks(batch))
+            self._planned_for = batch
+        out = torch.empty_like(q)
+        single_rows, chunks = self._plan
+        for rows in single_rows:
+            out[rows.tokens] = self._attend_single_rows(layer, q[rows.tokens], rows)
+        for chunk in chunks:
+            out[chunk.tokens] = self._attend_chunk(layer, q[chunk.tokens], chunk)
+        return out.flatten(1)
+
+    def _attend_single_rows(self, layer: int, q: Tensor, rows: _SingleRows) -> Tensor:
+        """q [S, num_q_heads, head_dim] -> the same shape."""
+        keys, values = self._gather(layer, rows.tile_index, rows.num_rows)
+        queries = (q.float() * q.shape[-1] ** -0.5).view(len(keys), -1, q.shape[-1])  # [S * kv heads, group, head_dim]
+        scores = torch.bmm(queries, keys.transpose(1, 2)).view(rows.num_rows, -1, queries.shape[1], keys.shape[1])
+        # Filling, not adding -inf, also hides a NaN behind the context.
+        scores.masked_fill_(rows.beyond_context, -torch.inf)
+        weights = scores.softmax(dim=-1).view(len(keys), queries.shape[1], -1)
+        return torch.bmm(weights, values).view_as(q)
+
+    def _attend_chunk(self, layer: int, q: Tensor, chunk: _Chunk) -> Tensor:
+        """q [n, num_q_heads, head_dim] -> the same shape."""
+        keys, values = self._gather(layer, chunk.tile_index, 1)
+        num_tokens, num_q_heads, head_dim = q.shape
+        group = num_q_heads // len(keys)
+        # kv heads are the batch and the q heads of each its heads: K and V are broadcast, never repeated in memory.
+        queries = q.float().view(num_tokens, len(keys), group, head_dim).permute(1, 2, 0, 3)
+        keys = keys[:, None, : chunk.context_len].expand(-1, group, -1, -1)
+        values = values[:, None, : chunk.context_len].expand(-1, group, -1, -1)
+        out = scaled_dot_product_attention(queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None)
+        return out.permute(2, 0, 1, 3).reshape_as(q)
+
+    def _gather(self, layer: int, tile_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._cache.gather(layer, tile_index, num_rows)
+        return keys.float(), values.float()
+
+    def _plan_single_rows(self, batch: Batch) -> list[_SingleRows]:
+        """Cut the single-token rows, sorted by context length, into groups that waste little on padding."""
+        size = self._cache.layout.block_size
+        blocks = [start // size + 1 for start in batch.starts[: batch.num_single_rows]]
+        groups: list[_SingleRows] = []
+        low = 0
+        for high in range(1, len(blocks) + 1):
+            if high < len(blocks) and _may_join(blocks, low, high, size):
+                continue
+            width = blocks[high - 1]
+            context_lens = batch.context_lens[low:high, None, None, None]
+            groups.append(
+                _SingleRows(
+                    tokens=slice(low, high),
+                    num_rows=high - low,
+                    tile_index=self._cache.tile_index(batch.block_tables[low:high, :width]),
+                    beyond_context=torch.arange(width * size) >= context_lens,
+                )
+            )
+            low = high
+        return groups
+
+    def _plan_chunks(self, batch: Batch) -> list[_Chunk]:
+        chunks: list[_Chunk] = []
+        first = batch.num_single_rows
+        for row in range(batch.num_single_rows, batch.num_rows):
+            start, length = batch.starts[row], batch.query_lens[row]
+            context_len = start + length
+            table = batch.block_tables[row : row + 1, : self._cache.layout.blocks_for(context_len)]
+            mask = None
+            if start:
+                mask = torch.ones(length, context_len, dtype=torch.bool).tril_(diagonal=start)
+            chunks.append(_Chunk(slice(first, first + length), context_len, self._cache.tile_index(table), mask))
+            first += length
+        return chunks
+
+
+def _may_join(blocks: list[int], low: int, high: int, block_size: int) -> bool:
+    """Whether row `high` may be read together with rows low..high-1 (`blocks`: blocks a row, ascending)."""
+    width = blocks[high]
+    return width <= 2 * blocks[low] + 2 and (high + 1 - low) * width * block_size <= _GROUP_TOKENS

@@ -1,0 +1,278 @@
+"""Which tokens the next step computes. Pure: no clock, no tensors, no threads.
+
+There are no separate phases: a sequence has tokens still to compute, one (it decodes) or many (its prompt, or what a
+preemption took away). A step takes, within the token budget:
+
+1. one token of every running sequence that decodes; each may need a block to grow into, and when none is left the
+   youngest running sequence is preempted;
+2. further chunks of running sequences, oldest first;
+3. new sequences in order of arrival, preempted ones first. Blocks for all their tokens are allocated at once, so a
+   prompt never waits half-way for blocks.
+
+The oldest running sequence is never preempted for another, so something always finishes: no livelock.
+"""
+
+import math
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.sequence import Sequence, SequenceStatus
+from kv_cache.block_hash import BlockHasher
+from kv_cache.block_manager import Allocation, BlockManager
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Bounds of one step and of the queue. Raises ValueError when they contradict each other.
+
+    `prefill_only`: sequences leave after their first token, so nothing grows and no headroom is kept.
+    `headroom`: share of the pool kept free for growth when a sequence is admitted beside running ones; at least
+    one block for each of those is kept free too.
+    """
+
+    token_budget: int
+    max_num_seqs: int
+    max_waiting: int
+    prefill_only: bool = False
+    headroom: float = 0.01
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_seqs, self.max_waiting) < 1:
+            raise ValueError("max_num_seqs and max_waiting must be at least 1")
+        if self.token_budget < self.max_num_seqs:
+            raise ValueError(
+                f"token_budget ({self.token_budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "every decoding sequence takes one token of each step"
+            )
+        if not 0.0 <= self.headroom < 1.0:
+            raise ValueError(f"headroom must be in [0, 1), not {self.headroom}")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`num_new_tokens` tokens of `seq` from position `start` on. `block_table` covers them and all before them.
+    `samples`: the last of them is the last of the sequence, so a token is sampled after it."""
+
+    seq: Sequence
+    start: int
+    num_new_tokens: int
+    samples: bool
+    block_table: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """One past the last position computed."""
+        return self.start + self.num_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step. Falsy when there is nothing to compute."""
+
+    items: tuple[ScheduledSequence, ...]
+    preempted: tuple[Sequence, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.items)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return sum(item.num_new_tokens for item in self.items)
+
+
+class Scheduler:
+    """Queues of sequences over one block manager. Single-threaded; owns `Sequence.status` until FINISHED."""
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, hasher: BlockHasher) -> None:
+        self.config = config
+        self.preemptions = 0
+        self._block_manager = block_manager
+        self._hasher = hasher
+        self._block_size = block_manager.block_size
+        self._arrivals = 0
+        self._waiting: list[Sequence] = []  # PREEMPTED first, then WAITING; each by arrival
+        self._running: list[Sequence] = []  # by arrival
+        self._receiving: dict[str, Sequence] = {}
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences without blocks: PREEMPTED ones, then WAITING ones."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences with blocks and tokens to compute, oldest first."""
+        return tuple(self._running)
+
+    @property
+    def receiving(self) -> tuple[Sequence, ...]:
+        """Sequences whose blocks a hand-off is filling."""
+        return tuple(self._receiving.values())
+
+    def fits_alone(self, seq: Sequence) -> bool:
+        """Whether the pool, otherwise empty, could hold the sequence to its end."""
+        most_tokens = seq.num_tokens if self.config.prefill_only else seq.max_total_tokens
+        return self._blocks_for(most_tokens) <= self._block_manager.num_blocks
+
+    def add(self, seq: Sequence) -> bool:
+        """Queue a WAITING sequence that `fits_alone`. False when the queue is full: nothing changed."""
+        if len(self._waiting) >= self.config.max_waiting:
+            return False
+        self._number(seq)
+        insort(self._waiting, seq, key=_queue_order)
+        return True
+
+    def reserve(self, seq: Sequence) -> Allocation | None:
+        """Give blocks to a sequence whose KV will be received: all its tokens and the first one it will generate.
+
+        Every full block may be a cached one, for nothing is computed here. None = no room now, nothing changed;
+        room that queued sequences need is not given away. The sequence is RECEIVING and is not scheduled.
+        """
+        if self._slots() <= len(self._waiting):
+            return None
+        promised = sum(self._blocks_for(waiting.num_tokens) for waiting in self._waiting)
+        allocation = self._allocate(seq, seq.num_tokens + 1, seq.num_tokens // self._block_size, promised)
+        if allocation is not None:
+            self._number(seq)
+            seq.move_to(SequenceStatus.RECEIVING)
+            self._receiving[seq.seq_id] = seq
+        return allocation
+
+    def admit_received(self, seq: Sequence, num_valid_tokens: int) -> None:
+        """A RECEIVING sequence's KV is complete and verified: its full blocks may be shared and it runs."""
+        seq.move_to(SequenceStatus.RUNNING)
+        del self._receiving[seq.seq_id]
+        insort(self._running, seq, key=_arrival)
+        seq.start_computing(num_valid_tokens)
+        self._store_full_blocks(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take the sequence out of every queue. Its blocks stay with the block manager: the caller releases them."""
+        self._receiving.pop(seq.seq_id, None)
+        for queue in (self._waiting, self._running):
+            if seq in queue:
+                queue.remove(seq)
+
+    def schedule(self) -> Schedule:
+        """Plan one step. Preempts and admits; computes nothing. `complete` must follow before the next call."""
+        ready, preempted = self._grow_running()
+        decoding = [seq for seq in ready if seq.num_tokens_to_compute == 1]
+        computing = [seq for seq in ready if seq.num_tokens_to_compute > 1]
+        items: list[ScheduledSequence] = []
+        budget = self.config.token_budget
+        for seq in decoding + computing:
+            budget -= self._take(seq, budget, items)
+        while budget > 0:
+            admitted = self._admit_next()
+            if admitted is None:
+                break
+            budget -= self._take(admitted, budget, items)
+        return Schedule(tuple(items), tuple(preempted))
+
+    def complete(self, items: Iterable[ScheduledSequence]) -> None:
+        """The KV of these items is in the pool: count it, and offer blocks that became full to the prefix cache."""
+        for item in items:
+            item.seq.advance(item.num_new_tokens)
+            self._store_full_blocks(item.seq)
+
+    def _grow_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Make room for the next token of running sequences, oldest first. Returns (can compute, preempted)."""
+        ready: list[Sequence] = []
+        preempted: list[Sequence] = []
+        for seq in self.running:
+            while seq.status is SequenceStatus.RUNNING:
+                if self._block_manager.append(seq.seq_id, seq.num_tokens):
+                    ready.append(seq)
+                    break
+                if self._running == [seq]:
+                    # Only hand-offs being received or drained hold the other blocks. They end in bounded time by
+                    # themselves, so it costs less to wait with the KV in place than to compute it again.
+                    break
+                preempted.append(self._preempt_youngest())
+        return ready, preempted
+
+    def _preempt_youngest(self) -> Sequence:
+        victim = self._running.pop()
+        self._block_manager.free(victim.seq_id)
+        victim.lose_blocks()
+        victim.move_to(SequenceStatus.PREEMPTED)
+        insort(self._waiting, victim, key=_queue_order)
+        self.preemptions += 1
+        return victim
+
+    def _admit_next(self) -> Sequence | None:
+        """Move the first waiting sequence to running, with blocks. None = nobody waits, or no room now."""
+        if not self._waiting or self._slots() < 1:
+            return None
+        seq = self._waiting[0]
+        # The last token is computed here whatever is cached: its logits choose the next one.
+        if self._allocate(seq, seq.num_tokens, (seq.num_tokens - 1) // self._block_size, promised_blocks=0) is None:
+            return None
+        del self._waiting[0]
+        seq.move_to(SequenceStatus.RUNNING)
+        insort(self._running, seq, key=_arrival)
+        return seq
+
+    def _allocate(self, seq: Sequence, num_tokens: int, max_cached: int, promised_blocks: int) -> Allocation | None:
+        seq.extend_hashes(self._hasher)
+        spare = promised_blocks + self._headroom_blocks()
+        if spare and not self._block_manager.can_allocate(self._blocks_for(num_tokens) + spare):
+            # Tight: now it is worth finding out how much of it is cached.
+            cached = min(self._block_manager.match_prefix(seq.block_hashes, seq.token_ids), max_cached)
+            if not self._block_manager.can_allocate(self._blocks_for(num_tokens) - cached + spare):
+                return None
+        allocation = self._block_manager.allocate(seq.seq_id, num_tokens, seq.block_hashes, seq.token_ids, max_cached)
+        if allocation is not None:
+            num_valid_tokens = allocation.cached_blocks * self._block_size
+            if seq.status is SequenceStatus.WAITING:
+                seq.num_cached_tokens = num_valid_tokens
+            seq.start_computing(num_valid_tokens)
+            seq.num_stored_blocks = allocation.cached_blocks
+        return allocation
+
+    def _headroom_blocks(self) -> int:
+        growing = len(self._running) + len(self._receiving)
+        if self.config.prefill_only or not growing:
+            return 0
+        return max(growing, math.ceil(self.config.headroom * self._block_manager.num_blocks))
+
+    def _take(self, seq: Sequence, budget: int, items: list[ScheduledSequence]) -> int:
+        """Schedule as many tokens of `seq` as the budget allows; returns how many."""
+        start = seq.num_computed_tokens
+        end = min(seq.num_tokens, start + budget)
+        if end < seq.num_tokens:
+            # Ending on a block boundary lets a block be sent and shared one step earlier.
+            aligned = end // self._block_size * self._block_size
+            end = aligned if aligned > start else end
+        if end > start:
+            table = tuple(self._block_manager.block_table(seq.seq_id))
+            items.append(ScheduledSequence(seq, start, end - start, end == seq.num_tokens, table))
+        return end - start
+
+    def _store_full_blocks(self, seq: Sequence) -> None:
+        seq.extend_hashes(self._hasher)
+        size = self._block_size
+        for index in range(seq.num_stored_blocks, seq.num_computed_tokens // size):
+            tokens = seq.token_ids[index * size : (index + 1) * size]
+            self._block_manager.store(seq.seq_id, index, seq.block_hashes[index], tokens)
+            seq.num_stored_blocks = index + 1
+
+    def _number(self, seq: Sequence) -> None:
+        self._arrivals += 1
+        seq.arrival = self._arrivals
+
+    def _slots(self) -> int:
+        return self.config.max_num_seqs - len(self._running) - len(self._receiving)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.arrival
+
+
+def _queue_order(seq: Sequence) -> tuple[bool, int]:
+    return seq.status is not SequenceStatus.PREEMPTED, seq.arrival
