@@ -1,0 +1,48 @@
+"""`python -m router`: one router process.
+
+1. Read the tokenizer. 2. Listen on all ports and say so in one JSON line on standard output. 3. Serve. 4. On SIGTERM:
+drain, stop, exit 0. A second signal ends the process at once.
+"""
+
+import asyncio
+import sys
+
+from router.config import RouterConfig
+from router.service import RouterService
+from router.tokenizer import Tokenizer
+from runtime.config import parse_config
+from runtime.process import run_service, write_ready_line
+from runtime.secret import read_secret_file
+from runtime.telemetry import setup_logging
+
+
+def main() -> int:
+    """Parse flags, serve until drained. Returns the exit status."""
+    config = parse_config(RouterConfig, prog="router")
+    setup_logging(level=config.log_level, json_lines=config.log_json, process="router")
+    try:
+        secret = read_secret_file(config.cluster_secret_file)
+        tokenizer = Tokenizer.load(config.model)
+        return run_service(
+            lambda shutdown: _serve(config, secret, tokenizer, shutdown),
+            exit_on_stdin_close=config.exit_on_stdin_close,
+        )
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"router: {error}\n")
+        return 1
+
+
+async def _serve(config: RouterConfig, secret: bytes, tokenizer: Tokenizer, shutdown: asyncio.Event) -> int:
+    router = RouterService(config, secret, tokenizer)
+    try:
+        ports = await router.start()
+        write_ready_line("router", router_id=router.router_id, **ports)
+        await shutdown.wait()
+        await router.drain()
+    finally:
+        await router.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Configuration of the router."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from router.dispatcher import DispatchLimits
+from runtime.config import flag, required_flag
+from runtime.limits import DEFAULT_REQUEST_TIMEOUT_S
+
+_MAX_SERVED_NAME_CHARS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The kvferry router: front door of a cluster."""
+
+    model: Path = required_flag("Prepared model directory; only its tokenizer and configuration are read.")
+    served_model_name: str = flag("", "Name of the model in the APIs; empty = the name of its directory.")
+    cluster_secret_file: Path = required_flag("File with the secret that all processes of the cluster share.")
+    host: str = flag("127.0.0.1", "Address of the HTTP and gRPC APIs.")
+    http_port: int = flag(8000, "Port of the HTTP API; 0 takes a free one.")
+    grpc_port: int = flag(8001, "Port of the gRPC API; 0 takes a free one.")
+    internal_host: str = flag("", "Address where workers attach; empty = the same as --host.")
+    internal_port: int = flag(8002, "Port where workers attach; 0 takes a free one.")
+    request_timeout_s: float = flag(DEFAULT_REQUEST_TIMEOUT_S, "Longest time a request may take.")
+    max_in_flight: int = flag(256, "Requests that run at the same time; each choice of n counts.")
+    max_queued: int = flag(1024, "Requests that wait for a place; one more is refused at once.")
+    max_queued_tokens: int = flag(4_000_000, "Prompt tokens of the requests that wait; more are refused at once.")
+    max_room_wait_s: float = flag(120.0, "Longest wait for room on a worker once every one is full.")
+    strict_handoff: bool = flag(False, "Fail a request whose prompt is not computed by a prefill worker.")
+    receipts_kept: int = flag(4096, "KV receipts kept for later questions.")
+    heartbeat_s: float = flag(5.0, "A worker silent for this long is avoided, for three times as long cut off.")
+    drain_timeout_s: float = flag(60.0, "Longest time to finish running requests after SIGTERM.")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Least severe log lines to write.")
+    log_json: bool = flag(False, "Write log lines as JSON.")
+    exit_on_stdin_close: bool = flag(False, "Drain and exit when standard input closes.")
+
+    def validate(self) -> None:
+        """Raises ValueError naming the flag."""
+        if len(self.served_model_name) > _MAX_SERVED_NAME_CHARS:
+            raise ValueError(f"--served-model-name must have at most {_MAX_SERVED_NAME_CHARS} characters")
+        ports = {"http": self.http_port, "grpc": self.grpc_port, "internal": self.internal_port}
+        for name, port in ports.items():
+            if not 0 <= port <= 65535:
+                raise ValueError(f"--{name}-port must be 0 to 65535, not {port}")
+        chosen = [port for port in ports.values() if port]
+        if len(set(chosen)) != len(chosen):
+            raise ValueError("--http-port, --grpc-port and --internal-port must differ")
+        for name in ("max_in_flight", "max_queued", "max_queued_tokens", "receipts_kept"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        for name in ("request_timeout_s", "max_room_wait_s", "heartbeat_s", "drain_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive")
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or self.model.resolve().name
+
+    @property
+    def dispatch_limits(self) -> DispatchLimits:
+        """The dispatcher's share."""
+        return DispatchLimits(
+            max_in_flight=self.max_in_flight,
+            max_queued=self.max_queued,
+            max_queued_tokens=self.max_queued_tokens,
+            max_room_wait_s=self.max_room_wait_s,
+            strict_handoff=self.strict_handoff,
+        )

@@ -1,0 +1,198 @@
+"""The socket side of the HTTP front door: uvicorn's protocol with the bounds that it lacks, and a server around it.
+
+uvicorn's protocol keeps a request's head however long it grows, waits for one for ever, tells only the last of
+several pipelined requests that the client left, and lets a reader that has stopped reading hold a stream for ever.
+Here each of these has a bound.
+"""
+
+import asyncio
+import time
+from email.utils import formatdate
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from router.http_errors import HttpError
+
+# Framing between the pieces of a body that comes in chunks of one byte.
+_OVERHEAD_PER_BODY_BYTE = 8
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One client connection. The bounds are class attributes, so that a subclass can narrow them."""
+
+    max_connections = 4096
+    max_head_bytes = 64 * 1024
+    head_timeout_s = 15.0
+    # A client that does not take what its socket and our buffer hold in this time counts as gone.
+    stalled_write_s = 60.0
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._received = 0  # Bytes of the current message,
+        self._payload = 0  # and how many of them were body.
+        self._deaf = False  # Input is dropped; reading goes on only to see the connection end.
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self._refuse(503, "There are too many connections.", "overloaded")
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        self._received += len(data)
+        super().data_received(data)
+        # Checked afterwards, when it is known what was body. The parser keeps an unfinished header or trailer line
+        # of any length, so this bounds what it can hold.
+        overhead = self._received - self._payload
+        if overhead > self.max_head_bytes + _OVERHEAD_PER_BODY_BYTE * self._payload:
+            self._refuse(431, "The request's headers are too large.", "headers_too_large")
+        elif not self._answering():
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        if not self._deaf:
+            super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self._deaf:
+            return
+        if self._answering():
+            # A pipelined request. It would hide the end of the connection from the one before it: it is dropped,
+            # and the connection closes after the answer, which tells the client to send it again.
+            self.cycle.keep_alive = False
+            self._deaf = True
+            return
+        head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if head_bytes > self.max_head_bytes:
+            self._refuse(431, "The request's headers are too large.", "headers_too_large")
+            return
+        self._stop_head_timer()
+        self.server_state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._payload += len(body)
+        if not self._deaf:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._received = self._payload = 0
+        if not self._deaf:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by the parser's owner for bytes that are not HTTP."""
+        self._refuse(400, msg, "malformed_http")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.stalled_write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    def _answering(self) -> bool:
+        """A request has begun and its answer has not ended."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Close the connection, with an answer unless one is under way already."""
+        self._deaf = True
+        if self._answering():
+            self.transport.abort()
+            return
+        body = HttpError(status, message, code=code).body()
+        head = (
+            f"HTTP/1.1 {status} {code}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+class HttpServer:
+    """Listens and serves one ASGI application in the running event loop. Signals are its owner's business."""
+
+    keep_alive_s = 30
+    backlog = 1024
+
+    def __init__(
+        self, app: Any, *, host: str, port: int, protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._protocol = protocol
+        self._state = ServerState()
+        self._config = Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=self.keep_alive_s,
+        )
+
+    async def start(self) -> None:
+        """Begin to accept. Raises OSError when the address cannot be had."""
+        self._config.load()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: self._protocol(self._config, self._state, {}, loop), self._host, self._port, backlog=self.backlog
+        )
+        self._port = int(self._server.sockets[0].getsockname()[1])
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on once started, also when it was asked for port 0."""
+        return self._port
+
+    async def close(self, grace_s: float) -> None:
+        """Stop accepting, let answers under way end for at most `grace_s`, then cut what is left."""
+        self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=grace_s)
+        tasks = list(self._state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        await self._server.wait_closed()

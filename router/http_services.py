@@ -1,0 +1,41 @@
+"""What the HTTP front door needs from the rest of the router, in one value."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry_rpc.common_pb2 import KVReceipt
+from router.generation import TokenSource
+from router.generation_plan import ModelLimits
+from router.tokenizer import AsyncTokenizer
+from runtime.clock import Clock
+from runtime.errors import KvferryError
+from runtime.limits import DEFAULT_REQUEST_TIMEOUT_S
+
+
+def count_elsewhere(error: KvferryError) -> None:
+    """For those who do not count refusals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """All callables are quick and run on the event loop.
+
+    `limits` is asked anew for each request, since the workers that set them come and go.
+    `unready_reason` says why requests cannot be served now; None when they can. `draining` turns true for good
+    once the process shuts down: new generations are refused, running ones finish. `render_metrics` gives body and
+    content type. `find_receipt` knows the last requests by id. `refused_at_door` hears of each generation request
+    that ends before the source has seen it. `quiet_s` is the longest silence in a stream.
+    """
+
+    source: TokenSource
+    tokenizer: AsyncTokenizer
+    limits: Callable[[], ModelLimits]
+    clock: Clock
+    unready_reason: Callable[[], str | None]
+    draining: Callable[[], bool]
+    render_metrics: Callable[[], tuple[bytes, str]]
+    find_receipt: Callable[[str], KVReceipt | None]
+    refused_at_door: Callable[[KvferryError], None] = count_elsewhere
+    request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
+    quiet_s: float = 10.0
+    max_requests: int = 1024

@@ -1,0 +1,125 @@
+"""The bodies that the HTTP API takes, as types. What is not here is refused by name, never ignored in silence.
+
+`X | None = None`: null means absent. A field of type `None` exists in OpenAI's API but not here: only null is taken.
+Taken without effect, because no effect is what they ask for here: `user`, `safety_identifier`, `metadata`,
+`prompt_cache_key`, `store` (false), `service_tier` (auto or default), `parallel_tool_calls`, `tool_choice` (none),
+`response_format` (text), `modalities` (text).
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from runtime.limits import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
+
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+# Wide enough for any context; the real bound depends on the prompt and has its own error code.
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """A piece of a message's text. Pieces are joined with nothing between them."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a conversation. The null fields let a client send back an answer as it got it."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart]
+    name: None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+    tool_call_id: None = None
+
+    def text(self) -> str:
+        """The content as one string."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+
+
+class GenerationBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both generation endpoints take. Ranges of floats are checked later, by `runtime.limits`."""
+
+    model: str
+    max_tokens: TokenCount | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    # Extensions of OpenAI's API.
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    kv_receipt: bool | None = None
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    # Without effect.
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    response_format: ResponseFormat | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None
+    tool_choice: Literal["none"] | None = None
+    # Not supported.
+    audio: None = None
+    chat_template_kwargs: None = None
+    function_call: None = None
+    functions: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    tools: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/completions`. The prompt is a string, strings, token ids, or lists of token ids."""
+
+    prompt: str | list[int | str | list[int]]
+    echo: bool | None = None
+    best_of: Choices | None = None
+    logprobs: Logprobs | None = None
+    suffix: None = None
+
+
+class TokenizeBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /tokenize`: exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None

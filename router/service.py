@@ -1,0 +1,140 @@
+"""A router process, put together from its configuration: what it owns, in the order in which it starts and stops."""
+
+import asyncio
+import logging
+import random
+import secrets
+
+from kvferry_rpc import internal_pb2_grpc, public_pb2_grpc
+from router import grpc_server, membership_service
+from router.cluster_state import cluster_state
+from router.config import RouterConfig
+from router.dispatcher import Dispatcher
+from router.generation_plan import ModelLimits
+from router.grpc_server import PublicService
+from router.http_protocol import HttpServer
+from router.http_server import build_app
+from router.http_services import Services
+from router.membership_service import MembershipService
+from router.metrics import RouterMetrics
+from router.receipts import ReceiptStore
+from router.tokenizer import AsyncTokenizer, Tokenizer
+from router.worker_links import WorkerLinks
+from router.worker_registry import WorkerRegistry
+from runtime.clock import SystemClock
+from runtime.grpc_life import GrpcServer, channel
+from runtime.telemetry import new_registry
+
+_STOP_GRACE_S = 2.0
+_ANY_CONTEXT = 2**20  # No worker and no file says how long it is: nothing is refused for its length yet.
+
+_log = logging.getLogger(__name__)
+
+
+class RouterService:
+    """All methods: event-loop thread only.
+
+    1. `start`: listens on its three ports. Health answers at once; readiness says no until a decode worker is there.
+    2. `drain`: readiness says no for good, new requests are refused, running ones finish.
+    3. `stop`: what still runs is cancelled on its workers; everything is closed.
+    """
+
+    def __init__(self, config: RouterConfig, secret: bytes, tokenizer: Tokenizer) -> None:
+        clock = SystemClock()
+        rng = random.Random()
+        self.router_id = f"router-{secrets.token_hex(4)}"
+        self._config = config
+        self._clock = clock
+        self._draining = False
+        self._doors_open = False
+        self._tokenizer = AsyncTokenizer(tokenizer)
+        self.registry = WorkerRegistry(clock, silent_after_s=config.heartbeat_s)
+        self._links = WorkerLinks(self.registry, self.router_id, lambda address: channel(address, secret), rng)
+        metrics = RouterMetrics(new_registry(), clock)
+        store = ReceiptStore(config.receipts_kept)
+        self.dispatcher = Dispatcher(
+            self.registry, self._links, store, metrics, config.dispatch_limits, clock, rng, tokenizer.eos_token_ids
+        )
+        services = Services(
+            source=self.dispatcher,
+            tokenizer=self._tokenizer,
+            limits=self._limits,
+            clock=clock,
+            unready_reason=self._unready_reason,
+            draining=lambda: self._draining,
+            render_metrics=metrics.render,
+            find_receipt=store.get,
+            refused_at_door=metrics.refused_at_door,
+            request_timeout_s=config.request_timeout_s,
+            max_requests=config.max_in_flight + config.max_queued,
+        )
+        self._http = HttpServer(build_app(services), host=config.host, port=config.http_port)
+        self._public = GrpcServer(config.host, config.grpc_port)
+        self._internal = GrpcServer(config.internal_host or config.host, config.internal_port, secret=secret)
+        self._add_services(services)
+
+    async def start(self) -> dict[str, int]:
+        """Listen; returns the ports by name. Raises OSError when an address cannot be had."""
+        await self._internal.start()
+        await self._public.start()
+        await self._http.start()
+        self._doors_open = True
+        await self._internal.set_serving(True)
+        await self._public.set_serving(True)
+        return {"http_port": self._http.port, "grpc_port": self._public.port, "internal_port": self._internal.port}
+
+    async def drain(self) -> None:
+        """Refuse what is new, wait for what runs, and close the front doors; all within the drain timeout."""
+        self._draining = True
+        await self._public.set_serving(False)
+        deadline = self._clock.now() + self._config.drain_timeout_s
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self.dispatcher.wait_idle()
+        except TimeoutError:
+            _log.warning("%d requests are cut off by the drain timeout", self.dispatcher.in_flight)
+        # What came just before the end may still be on its way to the dispatcher, and answers to their clients.
+        await self._close_doors(max(_STOP_GRACE_S, deadline - self._clock.now()))
+
+    async def stop(self) -> None:
+        """Close everything. Front doors first, so that no answer is cut for want of what is below it. Idempotent."""
+        await self._close_doors(0.0)
+        await self._links.close()
+        await self._internal.stop(0)
+        self._tokenizer.close()
+
+    async def _close_doors(self, grace_s: float) -> None:
+        if not self._doors_open:
+            return
+        self._doors_open = False
+        await asyncio.gather(self._http.close(grace_s), self._public.stop(grace_s))
+
+    def _add_services(self, services: Services) -> None:
+        state = lambda: cluster_state(self._config.model_name, self.router_id, self.registry, self.dispatcher)  # noqa: E731
+        self._public.add_service(
+            public_pb2_grpc.add_KvferryServicer_to_server,
+            PublicService(services, state),
+            grpc_server.SERVICE_NAME,
+            internal=False,
+        )
+        self._internal.add_service(
+            internal_pb2_grpc.add_MembershipServicer_to_server,
+            MembershipService(self.registry, self.router_id, silence_limit_s=3 * self._config.heartbeat_s),
+            membership_service.SERVICE_NAME,
+            internal=True,
+        )
+
+    def _limits(self) -> ModelLimits:
+        """What the attached workers state, the smallest context among them; while there is none, the model's files."""
+        tokenizer, limits = self._tokenizer.tokenizer, self.registry.limits
+        if limits is None:
+            return ModelLimits(
+                self._config.model_name, tokenizer.vocab_size, tokenizer.max_context_tokens or _ANY_CONTEXT
+            )
+        return ModelLimits(self._config.model_name, limits.vocab_size, limits.max_context_tokens)
+
+    def _unready_reason(self) -> str | None:
+        if self.registry.ready:
+            return None
+        has_decode = any(view.role == "decode" for view in self.registry.views())
+        return "no decode worker is well" if has_decode else "no decode worker is attached"

@@ -1,0 +1,76 @@
+"""From a stream of tokens to a stream of text: the one path of both front doors."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
+
+from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, TokenOutput
+from router.detokenizer import TextStream
+from router.early_end import EnoughTokens
+from router.generation import GenerationRequest, TextChunk, TextEnd, TokenBatch, TokenEnd, TokenSource
+from router.tokenizer import Tokenizer
+from runtime.errors import KvferryError
+
+
+async def generate(
+    source: TokenSource, request: GenerationRequest, tokenizer: Tokenizer
+) -> AsyncGenerator[TextChunk | TextEnd, None]:
+    """Yield text as it becomes final, then exactly one TextEnd.
+
+    A stop string ends the answer before its first character, and the source is told to stop (EnoughTokens). Close the
+    iterator (as `contextlib.aclosing` does) to cancel early. Raises KvferryError when the request cannot be finished.
+    Event-loop task only.
+    """
+    text = TextStream(tokenizer, request.stop)
+    received = 0
+    end: TokenEnd | None = None
+    # A TokenSource is an async generator: closing it is how a request is cancelled.
+    tokens = cast(AsyncGenerator[TokenBatch | TokenEnd, None], source.tokens(request))
+    async with aclosing(tokens):
+        async for item in tokens:
+            if isinstance(item, TokenEnd):
+                end = item  # Read on to the end proper: closing the source now would look like a cancellation.
+                continue
+            chunk, stopped = _push(text, item.tokens, split=bool(request.stop))
+            received += len(chunk.tokens)
+            if stopped:
+                end = await _enough(tokens)
+                yield chunk
+                break
+            yield chunk
+    if end is None:
+        raise KvferryError(ErrorCode.INTERNAL, "the token stream ended without saying why")
+    if rest := text.finish():
+        yield TextChunk(rest, ())
+    yield _end(end, received, stopped=text.stopped)
+
+
+async def _enough(tokens: AsyncGenerator[TokenBatch | TokenEnd, None]) -> TokenEnd | None:
+    """Tell the source that the answer is complete: it cancels the request on its workers and sums up."""
+    item = await tokens.athrow(EnoughTokens())
+    return item if isinstance(item, TokenEnd) else None
+
+
+def _push(text: TextStream, tokens: tuple[TokenOutput, ...], *, split: bool) -> tuple[TextChunk, bool]:
+    """Decode a batch. With stop strings one token at a time, so that none behind the match is counted or shown."""
+    if not split:
+        piece, stopped = text.push([token.token_id for token in tokens])
+        return TextChunk(piece, tokens), stopped
+    pieces = []
+    for count, token in enumerate(tokens, start=1):
+        piece, stopped = text.push([token.token_id])
+        pieces.append(piece)
+        if stopped:
+            return TextChunk("".join(pieces), tokens[:count]), True
+    return TextChunk("".join(pieces), tokens), False
+
+
+def _end(end: TokenEnd, received: int, *, stopped: bool) -> TextEnd:
+    """The source's account. A stop string overrules its reason, and its count when it cut a batch in two."""
+    return TextEnd(
+        reason=FinishReason.STOP if stopped else end.reason,
+        prompt_tokens=end.prompt_tokens,
+        completion_tokens=received if stopped else end.completion_tokens,
+        cached_tokens=end.cached_tokens,
+        receipt=end.receipt,
+    )

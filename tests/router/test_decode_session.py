@@ -1,0 +1,290 @@
+"""The stream to a decode worker, and the inbox its events go to."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvferry_rpc.common_pb2 import Error, ErrorCode, FinishReason, SamplingParams, TokenOutput
+from kvferry_rpc.internal_pb2 import Admit, DecodeDone, DecodeEvent, PrefillDone, PrefillEvent, Register, Tokens
+from router import decode_session
+from router.decode_session import DecodeSession
+from router.inbox import Inbox
+from runtime.errors import KvferryError
+from runtime.grpc_life import channel
+from tests.support.fake_workers import SECRET, Fabric, FakeDecode, continuation
+
+
+def decode_tokens(*indices: int, token_id: int = 5) -> DecodeEvent:
+    return DecodeEvent(tokens=Tokens(tokens=[TokenOutput(index=index, token_id=token_id) for index in indices]))
+
+
+def first_token(index: int, token_id: int = 5) -> PrefillEvent:
+    return PrefillEvent(first_token=TokenOutput(index=index, token_id=token_id))
+
+
+def taken(inbox: Inbox) -> list[int]:
+    return [token.index for token in inbox.take_tokens()]
+
+
+# ---- the inbox ----
+
+
+def test_the_first_token_comes_from_both_workers_and_is_given_out_once() -> None:
+    inbox = Inbox(0)
+    inbox.put_prefill(first_token(0))
+    assert taken(inbox) == [0]
+    inbox.put_decode(decode_tokens(0, 1))
+    assert taken(inbox) == [1]
+    assert taken(inbox) == []
+
+
+def test_decode_may_be_faster_than_the_prefill_workers_own_message() -> None:
+    inbox = Inbox(0)
+    inbox.put_decode(decode_tokens(0, 1, 2))
+    assert taken(inbox) == [0, 1, 2]
+    inbox.put_prefill(first_token(0))
+    assert taken(inbox) == []
+
+
+def test_tokens_of_many_messages_leave_in_one_batch() -> None:
+    inbox = Inbox(3)
+    for index in range(3, 10):
+        inbox.put_decode(decode_tokens(index))
+    assert taken(inbox) == list(range(3, 10))
+
+
+def test_a_token_is_held_back_until_the_one_before_it_is_there() -> None:
+    inbox = Inbox(0)
+    inbox.put_decode(decode_tokens(1, 2))
+    assert taken(inbox) == []
+    assert inbox.has_gap
+    inbox.put_prefill(first_token(0))
+    assert taken(inbox) == [0, 1, 2]
+    assert not inbox.has_gap
+
+
+def test_workers_that_disagree_on_the_first_token_are_a_defect() -> None:
+    inbox = Inbox(0)
+    inbox.put_prefill(first_token(0, token_id=5))
+    inbox.put_decode(decode_tokens(0, token_id=6))
+    assert inbox.decode_failure is not None
+    assert inbox.decode_failure.code == ErrorCode.INTERNAL
+
+
+def test_the_first_failure_of_a_side_stays_and_none_counts_after_done() -> None:
+    inbox = Inbox(0)
+    inbox.put_decode(DecodeEvent(failed=Error(code=ErrorCode.HANDOFF_FAILED, message="first")))
+    inbox.put_decode(DecodeEvent(failed=Error(code=ErrorCode.INTERNAL, message="second")))
+    assert inbox.decode_failure is not None
+    assert inbox.decode_failure.message == "first"
+    inbox.put_prefill(PrefillEvent(done=PrefillDone()))
+    inbox.put_prefill_failure(KvferryError(ErrorCode.UNAVAILABLE, "late"))
+    assert inbox.prefill_failure is None
+
+
+@pytest.mark.parametrize("code", [ErrorCode.CANCELLED, ErrorCode.UNAUTHENTICATED])
+def test_what_a_worker_says_of_its_own_troubles_is_not_the_clients_fault(code: "ErrorCode.ValueType") -> None:
+    inbox = Inbox(0)
+    inbox.put_decode(DecodeEvent(failed=Error(code=code)))
+    inbox.put_prefill(PrefillEvent(error=Error(code=code)))
+    assert inbox.decode_failure is not None
+    assert inbox.prefill_failure is not None
+    assert inbox.decode_failure.code == inbox.prefill_failure.code == ErrorCode.UNAVAILABLE
+
+
+async def test_wait_returns_for_every_change_and_only_then() -> None:
+    inbox = Inbox(0)
+    waiting = asyncio.create_task(inbox.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    inbox.put_decode(DecodeEvent(done=DecodeDone(reason=FinishReason.STOP)))
+    await asyncio.wait_for(waiting, 5)
+    again = asyncio.create_task(inbox.wait())
+    await asyncio.sleep(0)
+    assert not again.done()
+    again.cancel()
+
+
+# ---- the session ----
+
+
+def admit(request_id: str, attempt: int = 1, max_tokens: int = 4) -> Admit:
+    return Admit(
+        request_id=request_id,
+        attempt=attempt,
+        prompt_token_ids=[1, 2, 3],
+        sampling=SamplingParams(max_tokens=max_tokens),
+        local_prefill=True,
+        deadline_ms=10_000,
+    )
+
+
+class Harness:
+    """One fake worker and a session with it."""
+
+    def __init__(self, worker: FakeDecode, register: Register) -> None:
+        self.worker = worker
+        self.breaks: list[str] = []
+        self.session = DecodeSession(
+            register, "router-test", lambda address: channel(address, SECRET), self.breaks.append, random.Random(1)
+        )
+
+    async def read(self, inbox: Inbox) -> list[int]:
+        """Tokens up to done. Raises the failure."""
+        tokens: list[int] = []
+        async with asyncio.timeout(10):
+            while True:
+                tokens.extend(token.token_id for token in inbox.take_tokens())
+                if inbox.decode_failure is not None:
+                    raise inbox.decode_failure
+                if inbox.decode_done is not None:
+                    return tokens
+                await inbox.wait()
+
+    async def run(self, request_id: str, attempt: int = 1) -> list[int]:
+        inbox = Inbox(0)
+        await self.session.admit(admit(request_id, attempt), inbox)
+        return await self.read(inbox)
+
+
+@asynccontextmanager
+async def harness(**changes: object) -> AsyncIterator[Harness]:
+    before = asyncio.all_tasks()
+    worker = FakeDecode("d0", Fabric())
+    register = await worker.start()
+    for name, value in changes.items():
+        setattr(register, name, value)
+    setup = Harness(worker, register)
+    setup.session.start()
+    try:
+        yield setup
+    finally:
+        await setup.session.close()
+        await worker.stop()
+    assert {task for task in asyncio.all_tasks() - before if "session" in task.get_name()} == set()
+
+
+async def test_many_requests_share_one_stream_and_get_their_own_tokens() -> None:
+    async with harness() as setup:
+        answers = await asyncio.gather(*(setup.run(f"r{i}") for i in range(20)))
+        assert answers == [continuation([1, 2, 3], 4)] * 20
+        assert setup.worker.sessions == 1
+        assert setup.session.requests_in_flight == 0
+
+
+async def test_events_of_another_attempt_go_to_nobody() -> None:
+    async with harness() as setup:
+        setup.worker.pause_after = 1
+        inbox = Inbox(0)
+        await setup.session.admit(admit("r", attempt=1), inbox)
+        async with asyncio.timeout(10):
+            while not inbox.take_tokens():
+                await inbox.wait()
+        setup.session.cancel("r", 1)
+        assert await asyncio.wait_for(_second_attempt(setup), 10) == continuation([1, 2, 3], 4)
+        assert inbox.take_tokens() == ()
+        assert setup.worker.cancelled == [("r", 1)]
+
+
+async def _second_attempt(setup: Harness) -> list[int]:
+    setup.worker.pause_after = None
+    return await setup.run("r", attempt=2)
+
+
+async def test_cancel_reaches_the_worker_and_is_idempotent() -> None:
+    # H055, H061
+    async with harness() as setup:
+        setup.worker.pause_after = 1
+        await setup.session.admit(admit("r"), Inbox(0))
+        await setup.worker.until(lambda: ("r", 1) in setup.worker.live)
+        for _ in range(3):
+            setup.session.cancel("r", 1)
+        await setup.worker.until(lambda: not setup.worker.live)
+        assert setup.session.requests_in_flight == 0
+        assert setup.worker.cancelled == [("r", 1)]
+
+
+async def test_a_request_that_is_cancelled_before_it_was_sent_is_never_sent() -> None:
+    async with harness() as setup:
+        await setup.run("warm-up")
+        await setup.session.admit(admit("unsent"), Inbox(0))
+        setup.session.cancel("unsent", 1)
+        await setup.run("after")
+        assert [sent.request_id for sent in setup.worker.admitted] == ["warm-up", "after"]
+        assert setup.worker.cancelled == []
+
+
+async def test_a_cancel_after_the_end_says_nothing() -> None:
+    async with harness() as setup:
+        await setup.run("r")
+        setup.session.cancel("r", 1)
+        await setup.run("after")
+        assert setup.worker.cancelled == []
+
+
+async def test_a_broken_stream_fails_all_its_requests_and_the_session_comes_back() -> None:
+    async with harness() as setup:
+        setup.worker.pause_after = 1
+        inboxes = [Inbox(0) for _ in range(3)]
+        for number, inbox in enumerate(inboxes):
+            await setup.session.admit(admit(f"r{number}"), inbox)
+        await setup.worker.until(lambda: len(setup.worker.live) == 3)
+        await setup.worker.drop_sessions()
+        for inbox in inboxes:
+            with pytest.raises(KvferryError, match="dropped") as caught:
+                await setup.read(inbox)
+            assert caught.value.code == ErrorCode.UNAVAILABLE
+        assert setup.breaks == ["d0"]
+        with pytest.raises(KvferryError, match="no session"):
+            await setup.session.admit(admit("meanwhile"), Inbox(0))
+        await setup.worker.until(lambda: setup.worker.sessions == 2)
+        setup.worker.pause_after = None
+        assert await setup.run("r0", attempt=2) == continuation([1, 2, 3], 4)
+
+
+async def test_another_life_of_the_worker_refuses_the_session() -> None:
+    async with harness(incarnation=b"an earlier life!") as setup:
+        async with asyncio.timeout(10):
+            with pytest.raises(KvferryError) as caught:
+                await setup.run("r")
+        assert caught.value.code == ErrorCode.UNAVAILABLE
+        assert setup.worker.admitted == []
+
+
+async def test_a_worker_that_cannot_be_reached_fails_requests_within_the_connect_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # H056: a peer that accepts and never answers is the same.
+    monkeypatch.setattr(decode_session, "CONNECT_TIMEOUT_S", 0.1)
+    async with harness(address="127.0.0.1:1") as setup:
+        async with asyncio.timeout(10):
+            with pytest.raises(KvferryError) as caught:
+                await setup.session.admit(admit("r"), Inbox(0))
+        assert caught.value.code == ErrorCode.UNAVAILABLE
+
+
+async def test_closing_fails_what_runs_and_later_admissions() -> None:
+    async with harness() as setup:
+        setup.worker.pause_after = 1
+        inbox = Inbox(0)
+        await setup.session.admit(admit("r"), inbox)
+        setup.session.abandon()
+        with pytest.raises(KvferryError, match="no longer attached"):
+            await setup.read(inbox)
+        with pytest.raises(KvferryError, match="closed"):
+            await setup.session.admit(admit("r", attempt=2), Inbox(0))
+
+
+async def test_admissions_that_the_worker_does_not_take_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_session, "MAX_OUTBOUND_ADMITS", 5)
+    async with harness() as setup:
+        await setup.run("warm-up")
+        for number in range(5):
+            await setup.session.admit(admit(f"r{number}"), Inbox(0))
+        with pytest.raises(KvferryError) as caught:
+            await setup.session.admit(admit("one-too-many"), Inbox(0))
+        assert caught.value.code == ErrorCode.OVERLOADED
+        assert setup.session.requests_in_flight == 5

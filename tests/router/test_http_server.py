@@ -1,0 +1,399 @@
+"""The HTTP door in-process: whole answers, errors in OpenAI's shape, the endpoints of operation."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, KVReceipt
+from router.openai_responses import receipt_fields
+from runtime.errors import KvferryError
+from runtime.limits import MAX_BODY_BYTES
+from tests.support.http_door import (
+    CONTEXT,
+    MODEL,
+    Door,
+    chat_body,
+    completion_body,
+    ids_of,
+    one_by_one,
+    tokenizer,
+)
+from tests.support.scripted_source import Finish
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def says(text: str, **finish: Any) -> Any:
+    return lambda _: [*one_by_one(text), Finish(**finish)]
+
+
+async def get(door: Door, path: str) -> Any:
+    async with door.client() as client:
+        return await client.get(path)
+
+
+async def test_a_chat_answer_has_openais_shape() -> None:
+    door = Door(says("Hello there.", cached_tokens=16))
+    answer = await door.post(CHAT, chat_body())
+    body = answer.json()
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    assert answer.headers["x-request-id"] == body["id"] == door.source.requests[0].request_id
+    assert body["model"] == MODEL
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Hello there.", "refusal": None}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    prompt = tokenizer().encode_chat([{"role": "user", "content": "Say something."}])
+    assert list(door.source.requests[0].prompt_token_ids) == prompt
+    assert body["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(ids_of("Hello there.")),
+        "total_tokens": len(prompt) + len(ids_of("Hello there.")),
+        "prompt_tokens_details": {"cached_tokens": 16},
+    }
+    assert "kv_receipt" not in body
+
+
+async def test_a_completion_answer_has_openais_shape() -> None:
+    door = Door(says(" a time", reason=FinishReason.LENGTH))
+    body = (await door.post(COMPLETIONS, completion_body())).json()
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["choices"] == [{"index": 0, "text": " a time", "logprobs": None, "finish_reason": "length"}]
+    assert list(door.source.requests[0].prompt_token_ids) == tokenizer().encode("Once upon")
+    assert door.source.requests[0].deadline == 100.0 + door.services.request_timeout_s
+
+
+async def test_choices_run_together_and_usage_counts_the_prompt_once() -> None:
+    together = asyncio.Event()
+
+    def script(request: Any) -> Any:
+        if len(door.source.running) == 3:
+            together.set()
+        words = {"": "one", "1": "two three", "2": "four"}[request.request_id.partition("-")[2].partition("-")[2]]
+        return [together, ids_of(words), Finish(cached_tokens=5)]
+
+    door = Door(script)
+    body = (await door.post(CHAT, chat_body(n=3, seed=5))).json()
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["one", "two three", "four"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [request.sampling.seed for request in door.source.requests] == [5, 6, 7]
+    usage = body["usage"]
+    assert usage["prompt_tokens"] == len(door.source.requests[0].prompt_token_ids)
+    assert usage["completion_tokens"] == sum(map(len, map(ids_of, ["one", "two three", "four"])))
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 5}
+
+
+async def test_when_one_choice_fails_the_others_are_cancelled() -> None:
+    never = asyncio.Event()
+
+    def script(request: Any) -> Any:
+        if request.request_id.endswith("-1"):
+            return [ids_of("x"), KvferryError(ErrorCode.HANDOFF_FAILED, "blocks did not verify")]
+        return [never]
+
+    door = Door(script)
+    answer = await door.post(CHAT, chat_body(n=3))
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "handoff_failed"
+    assert len(door.source.cancelled) == 2
+    assert not door.source.running
+
+
+async def test_several_prompts_make_several_choices() -> None:
+    door = Door(says("!"))
+    body = (await door.post(COMPLETIONS, completion_body(prompt=["a b", "c"], n=2))).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    prompts = [list(request.prompt_token_ids) for request in door.source.requests]
+    assert prompts == [tokenizer().encode(text) for text in ("a b", "a b", "c", "c")]
+    assert body["usage"]["prompt_tokens"] == len(prompts[0]) + len(prompts[2])
+    assert body["usage"]["completion_tokens"] == 4
+
+
+async def test_echo_puts_the_prompt_in_front() -> None:
+    door = Door(says(" end"))
+    body = (await door.post(COMPLETIONS, completion_body(echo=True, n=2))).json()
+    assert [choice["text"] for choice in body["choices"]] == ["Once upon end"] * 2
+    body = (await door.post(COMPLETIONS, completion_body(prompt=ids_of("Given ids"), echo=True))).json()
+    assert body["choices"][0]["text"] == "Given ids end"
+
+
+async def test_a_stop_string_cuts_the_answer_and_ends_the_work() -> None:
+    door = Door(says("alpha beta gamma delta"))
+    choice = (await door.post(CHAT, chat_body(stop=["beta gamma"]))).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("alpha ", "stop")
+    assert len(door.source.had_enough) == 1
+
+
+async def test_chat_logprobs_have_openais_shape() -> None:
+    door = Door(says("Tiny \U0001f600"))
+    body = (await door.post(CHAT, chat_body(logprobs=True, top_logprobs=2))).json()
+    entries = body["choices"][0]["logprobs"]["content"]
+    ids = ids_of("Tiny \U0001f600")
+    assert [entry["token"] for entry in entries] == [tokenizer().token_text(token) for token in ids]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "Tiny \U0001f600"
+    assert [entry["logprob"] for entry in entries] == pytest.approx([-1 / (1 + token % 7) for token in ids])
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    assert set(entries[0]["top_logprobs"][0]) == {"token", "logprob", "bytes"}
+    body = (await door.post(CHAT, chat_body(logprobs=True))).json()
+    assert body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+async def test_completion_logprobs_have_openais_shape() -> None:
+    text = "go \U0001f600 on"
+    door = Door(says(text))
+    logprobs = (await door.post(COMPLETIONS, completion_body(logprobs=1))).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [tokenizer().token_text(token) for token in ids_of(text)]
+    assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(logprobs["tokens"])
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob
+    whole = [(at, token) for at, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True)]
+    assert all(text[at:].startswith(token) for at, token in whole if "\ufffd" not in token)
+
+
+async def test_an_infinite_logprob_stays_valid_json() -> None:
+    def script(_: Any) -> Any:
+        return says("x")(_)
+
+    door = Door(script)
+    tokens = door.source.tokens
+
+    async def certain(request: Any) -> Any:
+        async for item in tokens(request):
+            for token in getattr(item, "tokens", ()):
+                token.logprob = float("-inf")
+            yield item
+
+    door.source.tokens = certain  # type: ignore[method-assign]
+    body = await door.post(CHAT, chat_body(logprobs=True))
+    assert json.loads(body.content)["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+@pytest.mark.parametrize("ask", [{"kv_receipt": True}, {}])
+async def test_the_receipt_comes_when_asked_for(ask: dict[str, Any]) -> None:
+    door = Door(says("x"))
+    headers = {} if ask else {"x-kvferry-receipt": "1"}
+    receipt = (await door.post(CHAT, chat_body(n=2, **ask), headers=headers)).json()["kv_receipt"]
+    assert receipt["request_id"] == door.source.requests[0].request_id
+    assert (receipt["transport"], receipt["tokens_recomputed"], receipt["checksum"]) == ("shm", 0, "01")
+
+
+async def test_a_kept_receipt_is_found_by_id() -> None:
+    kept = KVReceipt(request_id="r1", bytes_sent=2**40, checksum=b"\xab\xcd", earlier_failures=["x"], prefill_ms=1.25)
+    door = Door(says("x"), find_receipt={"r1": kept}.get)
+    body = (await get(door, "/v1/receipts/r1")).json()
+    assert body == receipt_fields(kept)
+    assert (body["bytes_sent"], body["checksum"], body["earlier_failures"]) == (2**40, "abcd", ["x"])
+    assert set(body) == {field.name for field in KVReceipt.DESCRIPTOR.fields}
+    missing = await get(door, "/v1/receipts/r2")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "receipt_not_found")
+
+
+async def test_models_are_listed_and_found() -> None:
+    door = Door(says("x"))
+    listed = (await get(door, "/v1/models")).json()
+    assert [model["id"] for model in listed["data"]] == [MODEL]
+    found = (await get(door, f"/v1/models/{MODEL}")).json()
+    assert found == listed["data"][0]
+    assert found["max_model_len"] == CONTEXT
+    missing = await get(door, "/v1/models/org/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_tokenize_gives_the_ids_that_generation_uses() -> None:
+    door = Door(says("x"))
+    for body, path, request in [
+        ({"prompt": "Once upon"}, COMPLETIONS, completion_body()),
+        ({"model": MODEL, "messages": chat_body()["messages"]}, CHAT, chat_body()),
+    ]:
+        answer = (await door.post("/tokenize", body)).json()
+        await door.post(path, request)
+        assert answer["tokens"] == list(door.source.requests[-1].prompt_token_ids)
+        assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), CONTEXT)
+    for wrong in ({}, {"prompt": "x", "messages": chat_body()["messages"]}):
+        assert (await door.post("/tokenize", wrong)).json()["error"]["param"] == "prompt"
+    assert (await door.post("/tokenize", {"model": "other", "prompt": "x"})).status_code == 404
+
+
+async def test_health_and_readiness_are_two_things() -> None:
+    reasons: list[str | None] = [None, "no decode worker is attached"]
+    door = Door(says("x"), unready_reason=lambda: reasons.pop(0))
+    assert (await get(door, "/ready")).status_code == 200
+    unready = await get(door, "/ready")
+    assert (unready.status_code, unready.headers["retry-after"]) == (503, "1")
+    assert "no decode worker" in unready.json()["error"]["message"]
+    assert (await get(door, "/health")).status_code == 200
+
+
+async def test_a_draining_door_refuses_new_work_and_stays_alive() -> None:
+    draining = False
+    release = asyncio.Event()
+    door = Door(lambda _: [ids_of("old"), release, ids_of(" work")], draining=lambda: draining)
+    running = asyncio.create_task(door.post(CHAT, chat_body()))
+    await door.source.wait_until(lambda source: bool(source.running))
+    draining = True
+    refused = await door.post(CHAT, chat_body())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+    assert refused.headers["retry-after"] == "1"
+    assert (await get(door, "/ready")).status_code == 503
+    assert (await get(door, "/health")).status_code == 200
+    release.set()
+    assert (await running).json()["choices"][0]["message"]["content"] == "old work"
+
+
+async def test_metrics_are_passed_on() -> None:
+    answer = await get(Door(says("x")), "/metrics")
+    assert (answer.text, answer.headers["content-type"]) == ("up 1\n", "text/plain; version=0.0.4")
+
+
+@pytest.mark.parametrize("code", [value for value in ErrorCode.values() if value])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_every_failure_of_the_cluster_has_its_status(code: "ErrorCode.ValueType", stream: bool) -> None:
+    failure = KvferryError(code, "told so", field="temperature", retry_after_ms=2500)
+    door = Door(lambda _: [failure])
+    answer = await door.post(CHAT, chat_body(stream=stream))
+    error = answer.json()["error"]
+    assert answer.status_code == failure.http_status
+    assert (error["message"], error["param"]) == ("told so", "temperature")
+    assert answer.headers["x-request-id"].startswith("chatcmpl-")
+    assert answer.headers.get("retry-after") == ("3" if answer.status_code in (429, 503) else None)
+    assert door.refused == []  # The source has counted it already.
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_defect_is_told_to_nobody_but_the_log_and_without_the_prompt(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = Door(lambda request: [ValueError("SECRET PROMPT")])
+    with caplog.at_level(logging.DEBUG):
+        answer = await door.post(CHAT, chat_body(stream=stream))
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "SECRET" not in answer.text + caplog.text
+    assert "ValueError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", CHAT, 405),
+        ("POST", "/health", 405),
+        ("GET", "/nowhere", 404),
+        ("GET", "/", 404),
+        ("GET", "/v1/models/", 404),
+        ("POST", CHAT + "/", 404),
+    ],
+)
+async def test_wrong_paths_and_methods_have_the_shape_too(method: str, path: str, status: int) -> None:
+    async with Door(says("x")).client() as client:
+        answer = await client.request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"x" * (MAX_BODY_BYTES + 1), {}, 413),
+        (b"{}", {"content-type": "text/plain"}, 415),
+        (b"\xff\xfe", {}, 400),
+        (b'{"a":' * 100_000, {}, 400),
+    ],
+)
+async def test_bodies_that_cannot_be_read_are_refused(content: bytes, headers: dict[str, str], status: int) -> None:
+    door = Door(says("x"))
+    for path in (CHAT, COMPLETIONS, "/tokenize"):
+        answer = await door.post(path, content, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
+    assert door.refused == ["invalid_request"] * 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("length", [CONTEXT, 100_000])
+async def test_a_prompt_too_long_is_refused_before_any_byte(stream: bool, length: int) -> None:
+    door = Door(says("x"))
+    answer = await door.post(COMPLETIONS, completion_body(prompt=[5] * length, stream=stream))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert door.source.requests == []
+    assert door.refused == ["context_length_exceeded"]
+
+
+async def test_no_link_in_a_message_is_ever_followed() -> None:
+    visits: list[Any] = []
+
+    def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visits.append(reader)
+        writer.close()
+
+    canary = await asyncio.start_server(visit, "127.0.0.1", 0)
+    port = canary.sockets[0].getsockname()[1]
+    door = Door(says("x"))
+    for url in (
+        f"http://127.0.0.1:{port}/", f"http://allowed\\@127.0.0.1:{port}/", f"http://2130706433:{port}/",
+        f"http://[::ffff:127.0.0.1]:{port}/", "file:///etc/passwd",
+    ):  # fmt: skip
+        part = {"type": "image_url", "image_url": {"url": url}}
+        answer = await door.post(CHAT, chat_body(messages=[{"role": "user", "content": [part]}]))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "messages[0].content[0].type"
+    canary.close()
+    await canary.wait_closed()
+    assert visits == []
+
+
+async def test_more_requests_than_the_cap_are_refused_at_once() -> None:
+    release = asyncio.Event()
+    door = Door(lambda _: [release, ids_of("x")], max_requests=2)
+    running = [asyncio.create_task(door.post(CHAT, chat_body())) for _ in range(2)]
+    await door.source.wait_until(lambda source: len(source.running) == 2)
+    refused = await door.post(CHAT, chat_body())
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert int(refused.headers["retry-after"]) >= 1
+    release.set()
+    assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
+    assert (await door.post(CHAT, chat_body())).status_code == 200
+
+
+async def test_a_buffered_request_is_cancelled_when_the_client_leaves() -> None:
+    door = Door(lambda _: [ids_of("x"), asyncio.Event()])
+    call = door.call(CHAT, chat_body(n=2))
+    await door.source.wait_until(lambda source: len(source.running) == 2)
+    call.disconnect()
+    await asyncio.wait_for(call.task, 5)
+    assert len(door.source.cancelled) == 2
+    assert not door.source.running
+    assert call.nothing_sent()
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_tokenised_starts_nothing() -> None:
+    door = Door(says("x"))
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def slow_encode(text: str) -> list[int]:
+        asked.set()
+        await answer.wait()
+        return [1]
+
+    door.services.tokenizer.encode = slow_encode  # type: ignore[method-assign,assignment]
+    call = door.call(COMPLETIONS, completion_body())
+    await asked.wait()
+    call.disconnect()
+    await asyncio.wait_for(call.task, 5)
+    assert door.source.requests == []
+
+
+@pytest.mark.parametrize(("given", "logged"), [("abc-1", "abc-1"), ("a b\t", "-"), ("x" * 200, "-"), ("", "-")])
+async def test_a_clients_own_request_id_goes_to_the_log_only(
+    given: str, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="router.http_generation"):
+        answer = await Door(says("x")).post(CHAT, chat_body(), headers={"x-request-id": given})
+    assert answer.headers["x-request-id"].startswith("chatcmpl-")
+    assert f"client_request_id={logged}" in caplog.text

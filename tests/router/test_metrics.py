@@ -1,0 +1,149 @@
+"""What the router counts, and that it adds up."""
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
+from kvferry_rpc.internal_pb2 import LoadReport, Role
+from router.admission import Admission, RoomQueue
+from router.metrics import RouterMetrics
+from router.worker_registry import WorkerRegistry
+from runtime.clock import ManualClock
+from runtime.errors import KvferryError
+from tests.support.fake_workers import registration
+
+
+class Setup:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.prometheus = CollectorRegistry()
+        self.metrics = RouterMetrics(self.prometheus, self.clock)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.prometheus.get_sample_value(name, labels)
+
+    def end_with(self, problem: BaseException | None) -> None:
+        with self.metrics.request():
+            if problem is not None:
+                raise problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "outcome"),
+    [
+        (None, "ok"),
+        (asyncio.CancelledError(), "cancelled"),
+        (GeneratorExit(), "cancelled"),
+        (KvferryError(ErrorCode.CANCELLED, ""), "cancelled"),
+        (KvferryError(ErrorCode.OVERLOADED, ""), "rejected"),
+        (KvferryError(ErrorCode.INVALID_REQUEST, ""), "rejected"),
+        (KvferryError(ErrorCode.UNAVAILABLE, ""), "failed"),
+        (KvferryError(ErrorCode.DEADLINE_EXCEEDED, ""), "failed"),
+        (KvferryError(ErrorCode.HANDOFF_FAILED, ""), "failed"),
+        (KvferryError(ErrorCode.INTERNAL, ""), "failed"),
+        (RuntimeError(), "failed"),
+    ],
+)
+def test_every_request_has_one_outcome(problem: BaseException | None, outcome: str) -> None:
+    # H102
+    setup = Setup()
+    if problem is None:
+        setup.end_with(None)
+    else:
+        with pytest.raises(type(problem)):
+            setup.end_with(problem)
+    outcomes = {name: setup.value("kvferry_requests_ended_total", outcome=name) for name in _OUTCOMES}
+    assert outcomes == {name: float(name == outcome) for name in _OUTCOMES}
+    assert setup.value("kvferry_requests_received_total") == 1
+
+
+_OUTCOMES = ("ok", "cancelled", "rejected", "failed")
+
+
+def test_a_refusal_at_the_door_is_received_and_rejected() -> None:
+    setup = Setup()
+    for code in (ErrorCode.INVALID_REQUEST, ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED):
+        setup.metrics.refused_at_door(KvferryError(code, ""))
+    assert setup.value("kvferry_requests_received_total") == 3
+    assert setup.value("kvferry_requests_ended_total", outcome="rejected") == 3
+
+
+def test_times_are_those_of_the_tokens() -> None:
+    setup = Setup()
+    with setup.metrics.request() as meter:
+        setup.clock.advance(0.5)
+        meter.tokens(1)
+        setup.clock.advance(0.4)
+        meter.tokens(4)
+        setup.clock.advance(0.1)
+        meter.finished(KVReceipt(prompt_tokens=40))
+    assert (setup.value("kvferry_ttft_seconds_count"), setup.value("kvferry_ttft_seconds_sum")) == (1, 0.5)
+    assert setup.value("kvferry_itl_seconds_count") == 4
+    assert setup.value("kvferry_itl_seconds_sum") == pytest.approx(0.4)
+    assert setup.value("kvferry_e2e_seconds_sum") == pytest.approx(1.0)
+    assert setup.value("kvferry_tokens_generated_total") == 5
+    assert setup.value("kvferry_prompt_tokens_total") == 40
+
+
+def test_transports_are_a_bounded_set_of_labels() -> None:
+    setup = Setup()
+    setup.metrics.handoff_committed(KVReceipt(transport="shm", bytes_sent=100))
+    setup.metrics.handoff_committed(KVReceipt(transport="shm", bytes_sent=100))
+    for number in range(20):
+        setup.metrics.handoff_committed(KVReceipt(transport=f"made up {number}"))
+    assert setup.value("kvferry_handoffs_total", transport="shm", outcome="committed") == 2
+    assert setup.value("kvferry_handoff_bytes_total", transport="shm") == 200
+    assert setup.value("kvferry_handoffs_total", transport="other", outcome="committed") == 20
+
+
+def test_workers_are_shown_with_their_blocks_and_vanish_when_they_leave() -> None:
+    setup, registry = Setup(), WorkerRegistry(ManualClock())
+    setup.metrics.watch(registry, Admission(1, 1, 1), RoomQueue())
+    worker = registry.attach(registration("decode-0", Role.DECODE), lambda: None)
+    registry.report(worker, LoadReport(blocks_free=1, blocks_cached=2, blocks_used=3, blocks_quarantined=4))
+    with registry.lease("decode-0", 0):
+        assert setup.value("kvferry_worker_requests_in_flight", worker="decode-0") == 1
+    for state, count in {"free": 1, "cached": 2, "used": 3, "quarantined": 4}.items():
+        assert setup.value("kvferry_worker_blocks", worker="decode-0", state=state) == count
+    assert setup.value("kvferry_workers", role="decode", state="ready") == 1
+    assert setup.value("kvferry_workers", role="prefill", state="ready") == 0
+    registry.drain(worker)
+    assert setup.value("kvferry_workers", role="decode", state="draining") == 1
+    registry.detach(worker)
+    assert setup.value("kvferry_worker_blocks", worker="decode-0", state="free") is None
+    assert setup.value("kvferry_workers", role="decode", state="ready") == 0
+
+
+async def test_requests_in_flight_and_queued_are_read_at_each_scrape() -> None:
+    setup, admission, room = Setup(), Admission(1, 5, 1000), RoomQueue()
+    setup.metrics.watch(WorkerRegistry(ManualClock()), admission, room)
+    release = asyncio.Event()
+
+    async def hold() -> None:
+        async with admission.place(1, 5.0):
+            await release.wait()
+
+    tasks = [asyncio.create_task(hold()) for _ in range(3)]
+    tasks.append(asyncio.create_task(room.wait(5.0, 0.0)))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    assert setup.value("kvferry_requests_in_flight") == 1
+    assert setup.value("kvferry_requests_queued") == 3
+    release.set()
+    room.wake()
+    await asyncio.gather(*tasks)
+    assert setup.value("kvferry_requests_in_flight") == 0
+
+
+def test_the_page_is_valid_text_without_unbounded_labels() -> None:
+    setup, registry = Setup(), WorkerRegistry(ManualClock())
+    setup.metrics.watch(registry, Admission(1, 1, 1), RoomQueue())
+    registry.attach(registration("decode-0", Role.DECODE), lambda: None)
+    setup.end_with(None)
+    body, content_type = setup.metrics.render()
+    assert content_type.startswith("text/plain")
+    families = list(text_string_to_metric_families(body.decode()))
+    labels = {label for family in families for sample in family.samples for label in sample.labels}
+    assert labels <= {"outcome", "role", "state", "worker", "transport", "le"}

@@ -1,0 +1,148 @@
+"""The receipt: put together from two halves, checked, kept for a while."""
+
+import pytest
+
+from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
+from kvferry_rpc.internal_pb2 import DecodeDone, PrefillDone
+from router.policy import Plan
+from router.receipts import MAX_FAILURE_LINES, AttemptRecord, ReceiptStore, cached_tokens, check, merge
+from runtime.errors import KvferryError
+
+REMOTE = Plan("decode-0", "prefill-0", "because")
+LOCAL = Plan("decode-0", None, "nobody else")
+
+
+def prefill_done(**changes: object) -> PrefillDone:
+    values = {
+        "cached_tokens": 16,
+        "blocks_sent": 3,
+        "bytes_sent": 12288,
+        "transport": "shm",
+        "checksum": b"digest",
+        "wait_ms": 4.0,
+        "prefill_ms": 20.0,
+        "transfer_ms": 8.0,
+        "exposed_transfer_ms": 2.0,
+    }
+    return PrefillDone(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def decode_done(**changes: object) -> DecodeDone:
+    values = {
+        "cached_tokens": 32,
+        "tokens_recomputed": 0,
+        "preempted_tokens": 5,
+        "checksum_verified": True,
+        "checksum": b"digest",
+        "commit_ms": 1.0,
+        "decode_ms": 90.0,
+    }
+    return DecodeDone(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def record(
+    plan: Plan = REMOTE,
+    prefill: PrefillDone | None = None,
+    decode: DecodeDone | None = None,
+    computed_before: bool = False,
+) -> AttemptRecord:
+    return AttemptRecord(2, plan, "handoff", prefill, decode, 10.0, 35.0, computed_before)
+
+
+def test_each_side_fills_its_part_and_queue_time_runs_from_the_router_to_the_start_of_compute() -> None:
+    receipt = merge("r", 40, record(REMOTE, prefill_done(), decode_done()), ["attempt 1: lost"])
+    assert receipt == KVReceipt(
+        request_id="r",
+        handoff_id="handoff",
+        attempt=2,
+        prefill_worker="prefill-0",
+        decode_worker="decode-0",
+        transport="shm",
+        prompt_tokens=40,
+        prefill_cached_tokens=16,
+        decode_cached_tokens=32,
+        preempted_tokens=5,
+        blocks_sent=3,
+        bytes_sent=12288,
+        checksum_verified=True,
+        checksum=b"digest",
+        queue_ms=14.0,
+        prefill_ms=20.0,
+        transfer_ms=8.0,
+        exposed_transfer_ms=2.0,
+        commit_ms=1.0,
+        decode_ms=90.0,
+        plan_reason="because",
+        earlier_failures=["attempt 1: lost"],
+    )
+
+
+def test_every_field_of_a_receipt_is_filled_when_everything_happened() -> None:
+    receipt = merge("r", 40, record(REMOTE, prefill_done(), decode_done(tokens_recomputed=1)), ["x"])
+    filled = {field.name for field, _ in receipt.ListFields()}
+    assert filled == {field.name for field in KVReceipt.DESCRIPTOR.fields}
+
+
+def test_local_prefill_moves_nothing_and_names_one_worker_twice() -> None:
+    done = decode_done(checksum=b"", checksum_verified=False)
+    receipt = merge("r", 40, record(LOCAL, None, done), [])
+    assert (receipt.transport, receipt.handoff_id) == ("local", "")
+    assert receipt.prefill_worker == receipt.decode_worker == "decode-0"
+    assert receipt.prefill_ms == 25.0
+    assert receipt.bytes_sent == 0
+
+
+def test_a_missing_half_leaves_its_fields_empty() -> None:
+    receipt = merge("r", 40, record(REMOTE, None, decode_done()), [])
+    assert (receipt.transport, receipt.checksum, receipt.queue_ms) == ("", b"digest", 10.0)
+    receipt = merge("r", 40, record(REMOTE, prefill_done(), None), [])
+    assert (receipt.transport, receipt.checksum_verified, receipt.decode_ms) == ("shm", False, 0.0)
+
+
+def test_cached_tokens_never_exceed_the_prompt() -> None:
+    # H024: on a later attempt a cache may hold the output so far too.
+    done = record(REMOTE, prefill_done(cached_tokens=64), decode_done(cached_tokens=80))
+    receipt = merge("r", 40, done, [])
+    assert (receipt.prefill_cached_tokens, receipt.decode_cached_tokens) == (40, 40)
+    assert cached_tokens(done, 40) == 40
+
+
+def test_what_an_earlier_attempt_computed_is_no_cache_hit() -> None:
+    assert cached_tokens(record(REMOTE, prefill_done(), decode_done()), 40) == 16
+    assert cached_tokens(record(REMOTE, prefill_done(), decode_done(), computed_before=True), 40) == 0
+    assert cached_tokens(record(REMOTE, None, decode_done()), 40) == 0
+    assert cached_tokens(record(LOCAL, None, decode_done()), 40) == 32
+
+
+def test_the_failure_lines_of_a_receipt_are_bounded() -> None:
+    receipt = merge("r", 40, record(), [f"line {number}" for number in range(1000)])
+    assert len(receipt.earlier_failures) == MAX_FAILURE_LINES
+
+
+def test_two_digests_of_one_hand_off_must_agree_if_they_were_verified() -> None:
+    check(record(REMOTE, prefill_done(), decode_done()), strict=True)
+    check(record(REMOTE, prefill_done(), decode_done(checksum=b"", checksum_verified=False)), strict=True)
+    check(record(REMOTE, None, decode_done()), strict=True)
+    with pytest.raises(KvferryError) as caught:
+        check(record(REMOTE, prefill_done(checksum=b"other"), decode_done()), strict=False)
+    assert caught.value.code == ErrorCode.INTERNAL
+
+
+def test_recomputed_tokens_are_a_failure_only_when_hand_off_is_strict() -> None:
+    recomputed = record(REMOTE, prefill_done(), decode_done(tokens_recomputed=1))
+    check(recomputed, strict=False)
+    with pytest.raises(KvferryError) as caught:
+        check(recomputed, strict=True)
+    assert caught.value.code == ErrorCode.HANDOFF_FAILED
+
+
+def test_the_store_keeps_the_last_receipts() -> None:
+    store = ReceiptStore(3)
+    for number in range(5):
+        store.put(KVReceipt(request_id=str(number)))
+    store.put(KVReceipt(request_id="3", attempt=7))
+    store.put(KVReceipt(request_id="5"))
+    assert [name for name in map(str, range(6)) if store.get(name)] == ["3", "4", "5"]
+    kept = store.get("3")
+    assert kept is not None
+    assert kept.attempt == 7

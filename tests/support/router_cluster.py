@@ -1,0 +1,141 @@
+"""A router's control side with fake workers behind it, in one event loop."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry
+
+from kvferry_rpc.common_pb2 import SamplingParams
+from kvferry_rpc.internal_pb2 import LoadReport
+from router.dispatcher import Dispatcher, DispatchLimits
+from router.generation import GenerationRequest, TokenBatch, TokenEnd
+from router.metrics import RouterMetrics
+from router.receipts import ReceiptStore
+from router.worker_links import WorkerLinks
+from router.worker_registry import AttachedWorker, WorkerRegistry
+from runtime.clock import SystemClock
+from runtime.grpc_life import channel
+from tests.support.fake_workers import SECRET, Fabric, FakeDecode, FakePrefill
+
+PROMPT = tuple(range(40))
+
+
+@dataclass
+class Answer:
+    """What a reader of a token stream got."""
+
+    tokens: list[int]
+    indices: list[int]
+    end: TokenEnd
+
+
+class RouterCluster:
+    """Registry, links and dispatcher of a router, and fake workers that are attached without an Attach stream."""
+
+    def __init__(self, limits: DispatchLimits, eos_token_ids: frozenset[int]) -> None:
+        self.clock = SystemClock()
+        self.prometheus = CollectorRegistry()
+        self.registry = WorkerRegistry(self.clock)
+        rng = random.Random(7)
+        self.links = WorkerLinks(self.registry, "router-test", lambda address: channel(address, SECRET), rng)
+        self.store = ReceiptStore(1000)
+        self.metrics = RouterMetrics(self.prometheus, self.clock)
+        self.dispatcher = Dispatcher(
+            self.registry, self.links, self.store, self.metrics, limits, self.clock, rng, eos_token_ids
+        )
+        self.fabric = Fabric()
+        self.workers: dict[str, FakeDecode | FakePrefill] = {}
+        self.attached: dict[str, AttachedWorker] = {}
+        self._ids = 0
+
+    async def decode(self, worker_id: str = "decode-0") -> FakeDecode:
+        """Start and attach a decode worker."""
+        worker = FakeDecode(worker_id, self.fabric)
+        await self._attach(worker_id, worker)
+        return worker
+
+    async def prefill(self, worker_id: str = "prefill-0") -> FakePrefill:
+        """Start and attach a prefill worker."""
+        worker = FakePrefill(worker_id, self.fabric)
+        await self._attach(worker_id, worker)
+        return worker
+
+    async def kill(self, worker_id: str) -> None:
+        """The worker's process is gone: its connections break, its Attach stream ends."""
+        await self.workers[worker_id].stop()
+        self.registry.detach(self.attached[worker_id])
+
+    def report(self, worker_id: str, **load: Any) -> None:
+        """A load report of that worker arrives."""
+        self.registry.report(self.attached[worker_id], LoadReport(**{"blocks_free": 64, **load}))
+
+    def request(
+        self, prompt: Sequence[int] = PROMPT, max_tokens: int = 8, timeout_s: float = 20.0, **changes: Any
+    ) -> GenerationRequest:
+        """A request with an id of its own."""
+        self._ids += 1
+        request = GenerationRequest(
+            request_id=f"request-{self._ids}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=1),
+            deadline=self.clock.now() + timeout_s,
+        )
+        return replace(request, **changes)
+
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenBatch | TokenEnd, None]:
+        return cast(AsyncGenerator[TokenBatch | TokenEnd, None], self.dispatcher.tokens(request))
+
+    async def run(self, request: GenerationRequest) -> Answer:
+        """Read an answer to its end."""
+        tokens: list[int] = []
+        indices: list[int] = []
+        async for item in self.stream(request):
+            if isinstance(item, TokenEnd):
+                return Answer(tokens, indices, item)
+            tokens.extend(token.token_id for token in item.tokens)
+            indices.extend(token.index for token in item.tokens)
+        raise AssertionError("the stream has no end")
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Let the event loop run until it holds."""
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110 - what is waited for is inside the router and tells nobody
+                await asyncio.sleep(0.001)
+
+    def counter(self, name: str, **labels: str) -> float:
+        """A sample of the router's metrics, 0 when absent."""
+        return self.prometheus.get_sample_value(name, labels) or 0.0
+
+    def in_flight(self) -> dict[str, int]:
+        """What this router believes to run on each worker."""
+        return {view.worker_id: view.requests_in_flight for view in self.registry.views()}
+
+    async def _attach(self, worker_id: str, worker: FakeDecode | FakePrefill) -> None:
+        register = await worker.start()
+        self.workers[worker_id] = worker
+        self.attached[worker_id] = self.registry.attach(register, lambda: None)
+
+
+@asynccontextmanager
+async def router_cluster(
+    limits: DispatchLimits | None = None, eos_token_ids: frozenset[int] = frozenset()
+) -> AsyncIterator[RouterCluster]:
+    """A cluster without workers; at the end nothing may be counted in flight, and no task may be left."""
+    before = asyncio.all_tasks()
+    cluster = RouterCluster(limits or DispatchLimits(), eos_token_ids)
+    try:
+        yield cluster
+        assert cluster.dispatcher.in_flight == 0
+        assert set(cluster.in_flight().values()) <= {0}
+    finally:
+        await cluster.links.close()
+        for worker in cluster.workers.values():
+            await worker.stop()
+        left = asyncio.all_tasks() - before
+        if left:
+            await asyncio.wait(left, timeout=5)
+    assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()
