@@ -230,11 +230,16 @@ def _check_receipts(answers: Sequence[_Answer], variant: Variant) -> list[str]:
         ("recomputed tokens", [a for a in answers if a.receipt.tokens_recomputed]),
         ("did not verify checksums", [a for a in answers if not a.receipt.checksum_verified]),
         (f"did not use {variant.transport}", [a for a in answers if a.receipt.transport != variant.transport]),
-        ("needed a second attempt", [a for a in answers if a.receipt.attempt != 1]),
+        ("needed a second attempt", [a for a in answers if _real_failures(a.receipt)]),
     ):
         if bad:
             notes.append(f"{len(bad)} {label}")
     return notes
+
+
+def _real_failures(receipt: common_pb2.KVReceipt) -> list[str]:
+    """Earlier attempts that failed for another reason than want of room, which a small pool is expected to give."""
+    return [line for line in receipt.earlier_failures if ": overloaded: " not in line]
 
 
 def _compare(row: Row, answers: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> Row:

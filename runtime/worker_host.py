@@ -1,7 +1,7 @@
 """The life of a worker process around its engine: load, listen, attach, drain, stop. The same for both roles.
 
 1. `build` makes the worker in a thread, so that signals are answered while weights load.
-2. The gRPC server listens; membership dials the routers; the ready line is written.
+2. The gRPC server listens; membership dials the routers; once all have accepted, the ready line is written.
 3. On SIGTERM (or a router's Drain): routers are told, new work is refused, what runs finishes within the drain timeout.
 4. The worker closes, the server stops, the process exits 0. A dead engine thread exits 1 at once.
 """
@@ -128,20 +128,29 @@ async def host_worker(
     )
     membership.start()
     await server.set_serving(True)
-    write_ready_line(
-        role,
-        worker_id=options.worker_id,
-        address=server.address,
-        num_blocks=worker.num_blocks,
-        transports=list(worker.transports),
-    )
+    announcing = asyncio.create_task(_announce(options, role, worker, server.address, membership))
     try:
         await _until_drained(worker, membership, shutdown, dead, options.drain_timeout_s)
     finally:
+        announcing.cancel()
         await membership.stop()
         await server.stop(_STOP_GRACE_S)
         await asyncio.to_thread(worker.close, _CLOSE_TIMEOUT_S)
     return 1 if dead.is_set() else 0
+
+
+async def _announce(
+    options: HostOptions, role: str, worker: HostedWorker, address: str, membership: MembershipClient
+) -> None:
+    """Write the ready line once every router knows this worker: whoever waits for it may send requests then."""
+    await membership.wait_attached()
+    write_ready_line(
+        role,
+        worker_id=options.worker_id,
+        address=address,
+        num_blocks=worker.num_blocks,
+        transports=list(worker.transports),
+    )
 
 
 async def _until_drained(

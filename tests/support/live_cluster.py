@@ -1,0 +1,113 @@
+"""A real cluster, started by the real command, for tests that talk to it from outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvferry.client import Client
+from kvferry.run_dir import process_start_ticks
+from kvferry_rpc.public_pb2 import ClusterStateResponse
+
+TINY_REAL = Path(__file__).parents[1] / "data" / "tiny-real"
+REST_TIMEOUT_S = 60.0
+
+
+@dataclass
+class LiveCluster:
+    """Addresses and processes of a running `kvferry up`."""
+
+    launcher: "subprocess.Popen[str]"
+    http: str
+    grpc: str
+    pids: dict[str, int]
+    state_dir: Path
+    events: "deque[dict[str, Any]]" = field(default_factory=deque)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.http}"
+
+    def state(self) -> ClusterStateResponse:
+        with Client(self.grpc) as client:
+            return client.cluster_state()
+
+    def wait_at_rest(self) -> ClusterStateResponse:
+        """Wait until nothing is in flight anywhere and every block is free or cached; the state then.
+
+        Load reports come a few times a second and offer nothing to wait on, so this looks again and again.
+        """
+        deadline = time.monotonic() + REST_TIMEOUT_S
+        while True:
+            state = self.state()
+            if not resting_problems(state):
+                return state
+            assert time.monotonic() < deadline, f"not at rest: {resting_problems(state)}"
+            time.sleep(0.1)
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pids[name], number)
+
+    def log(self, name: str) -> str:
+        return (self.state_dir / "logs" / f"{name}.log").read_text()
+
+
+def resting_problems(state: ClusterStateResponse) -> list[str]:
+    """What is still held or under way, in words."""
+    problems = [f"{state.requests_in_flight} requests in flight"] if state.requests_in_flight else []
+    for worker in state.workers:
+        held = worker.blocks_total - worker.blocks_free - worker.blocks_cached
+        busy = worker.sequences_running + worker.sequences_waiting + worker.sequences_receiving
+        if held or busy or worker.blocks_used or worker.blocks_quarantined:
+            problems.append(f"{worker.worker_id}: {held} blocks held, {busy} sequences")
+    return problems
+
+
+@contextmanager
+def live_cluster(directory: Path, *flags: str, model: str | Path = TINY_REAL) -> Iterator[LiveCluster]:
+    """Start `kvferry up` with free ports; at the end drain it, and insist that it ends well and leaves no process."""
+    state_dir = directory / "state"
+    command = [sys.executable, "-m", "kvferry", "up", "--model", str(model), "--http-port", "0", "--grpc-port", "0"]
+    command += ["--state-dir", str(state_dir), "--cache-dir", str(directory / "models"), "--json", *flags]
+    errors = (directory / "up.err").open("w+")
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        cluster = _wait_serving(launcher, state_dir, errors.name)
+        yield cluster
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=60) == 0, Path(errors.name).read_text()
+        left = [name for name, pid in cluster.pids.items() if process_start_ticks(pid) is not None]
+        assert not left, f"left running: {left}"
+    finally:
+        launcher.kill()  # its processes end when their standard input closes
+        launcher.wait()
+        errors.close()
+
+
+def _wait_serving(launcher: "subprocess.Popen[str]", state_dir: Path, errors: str) -> LiveCluster:
+    assert launcher.stdout is not None
+    seen = []
+    for line in launcher.stdout:
+        event = json.loads(line)
+        seen.append(event)
+        if event.get("event") == "serving":
+            cluster = LiveCluster(launcher, event["http_address"], event["grpc_address"], event["pids"], state_dir)
+            threading.Thread(target=_pump, args=(launcher, cluster.events), daemon=True).start()
+            return cluster
+    raise AssertionError(f"`kvferry up` ended with {launcher.wait()}: {seen}\n{Path(errors).read_text()}")
+
+
+def _pump(launcher: "subprocess.Popen[str]", events: "deque[dict[str, Any]]") -> None:
+    assert launcher.stdout is not None
+    with launcher.stdout as lines:
+        for line in lines:
+            events.append(json.loads(line))
