@@ -6,6 +6,7 @@ from collections.abc import Callable
 from engine.build import build_engine, log_load, plan_engine
 from engine.loop import EngineLoop
 from engine.wire import load_report
+from kv_transfer.events import SendEvent, Sent
 from kv_transfer.identity import Identity
 from kv_transfer.region import MemoryRegion, available_memory_bytes
 from kv_transfer.sender import HandoffSender
@@ -37,11 +38,12 @@ class PrefillProcess:
             Identity(config.worker_id, self._incarnation, secret, self._plan.layout, self._pool),
             transports=config.transports,
             clock=self._clock,
-            on_event=lambda event: self._engine_loop.notify(event),
+            on_event=self._on_send_event,
         )
-        worker = PrefillWorker(engine, self._sender, self._plan.layout.num_layers, self.kv_events, self._clock)
+        num_layers = self._plan.layout.num_layers
+        self._worker = PrefillWorker(engine, self._sender, num_layers, self.kv_events, self._clock)
         self._engine_loop: EngineLoop[Command, PrefillView] = EngineLoop(
-            worker,
+            self._worker,
             clock=self._clock,
             max_inbox=config.max_waiting,
             on_fatal=lambda error: self._on_fatal(),
@@ -97,6 +99,11 @@ class PrefillProcess:
         report.handoffs_failed = view.handoffs_failed
         report.bytes_moved = view.bytes_sent
         return report
+
+    def _on_send_event(self, event: SendEvent) -> None:
+        if isinstance(event, Sent):
+            self._worker.report_sent(event)
+        self._engine_loop.notify(event)
 
     def begin_drain(self) -> None:
         self._service.draining = True

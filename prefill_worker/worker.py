@@ -8,7 +8,8 @@ Life of a request here:
 3. Each step computes a chunk. As soon as a layer of the chunk is stored, its complete blocks are pushed: they travel
    while the next layer is computed.
 4. The last chunk gives the first token. It goes to the router at once, and into the commit record.
-5. `Sent`: the decode worker has verified the blocks. The router gets this half of the receipt.
+5. `Sent`: the decode worker has verified the blocks. The router gets this half of the receipt, straight from the
+   sender's thread: a step can take seconds, and the end of somebody's answer must not wait for it.
 6. `Drained`: no thread reads the local blocks any more. Only now can they be overwritten.
 
 Failure exits: refused at the door (typed error, nothing held); cancelled, past its deadline, or failed on the way
@@ -23,7 +24,7 @@ from engine.engine import Engine, EngineLoad, SequenceOutput
 from engine.scheduler import Schedule
 from engine.sequence import Sequence
 from engine.wire import publish_cache_changes, token_output
-from kv_transfer.events import CommitRecord, Drained, Failed, SendStats, Sent
+from kv_transfer.events import CommitRecord, Drained, Failed, SendEvent, SendStats, Sent
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc import internal_pb2
 from runtime.clock import Clock
@@ -52,7 +53,7 @@ class Cancel:
     handoff_id: str
 
 
-Command = Submit | Cancel | Sent | Failed | Drained
+Command = Submit | Cancel | SendEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,23 @@ class _Job:
 
     submit: Submit
     started_at: float | None = None
-    first_token_at: float | None = None
     quarantine_id: int | None = None
     over: bool = False  # the router has had its last event, or is gone
 
 
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What is known when the first token is sampled: this half of the receipt but for the transfer."""
+
+    reply: Reply
+    cached_tokens: int
+    arrived_at: float
+    started_at: float
+    sampled_at: float
+
+
 class PrefillWorker:
-    """Handler of the engine loop. Every method belongs to the owner thread."""
+    """Handler of the engine loop. Every method but `report_sent` belongs to the owner thread."""
 
     def __init__(self, engine: Engine, sender: HandoffSender, num_layers: int, log: KVEventLog, clock: Clock) -> None:
         self._engine = engine
@@ -88,6 +99,9 @@ class PrefillWorker:
         self._clock = clock
         self._jobs: dict[str, _Job] = {}  # by hand-off
         self._handoff_of: dict[str, str] = {}  # by sequence
+        # By hand-off. Put in by the owner thread before the commit, taken out by whichever thread ends the hand-off;
+        # a dict's single operations are atomic.
+        self._computed: dict[str, _Computed] = {}
         self._audited = True
         self._sent = self._failed = self._bytes_sent = 0
 
@@ -101,7 +115,7 @@ class PrefillWorker:
             case Cancel():
                 self._stop(command.handoff_id, None)
             case Sent():
-                self._on_sent(command.handoff_id, command.stats)
+                self._on_sent(command)
             case Failed():
                 self._on_failed(command)
             case Drained():
@@ -111,10 +125,8 @@ class PrefillWorker:
 
     def _submit(self, submit: Submit) -> None:
         seq, ticket = submit.sequence, submit.ticket
-        if ticket.handoff_id in self._jobs:
-            self._answer(submit, invalid("ticket", f"{ticket.handoff_id} is in use"))
-            return
         try:
+            self._check_ticket(submit)
             self._engine.add(seq)
             self._sender.open(ticket, seq.num_tokens, submit.deadline)
         except (KvferryError, ValueError) as error:
@@ -124,6 +136,14 @@ class PrefillWorker:
         self._jobs[ticket.handoff_id] = _Job(submit)
         self._handoff_of[seq.seq_id] = ticket.handoff_id
         self._audited = False
+
+    def _check_ticket(self, submit: Submit) -> None:
+        """Raises KvferryError for a ticket that does not fit the prompt, before anything is held for it."""
+        ticket, num_blocks = submit.ticket, -(-submit.sequence.num_tokens // self._block_size)
+        if ticket.handoff_id in self._jobs:
+            raise invalid("ticket", f"{ticket.handoff_id} is in use")
+        if ticket.first_block + len(ticket.block_ids) != num_blocks:
+            raise invalid("ticket", f"does not hold the {num_blocks} blocks of the prompt")
 
     # ---- one step: schedule, run, publish ------------------------------------------------------------------------
 
@@ -170,20 +190,26 @@ class PrefillWorker:
             self._stop(handoff_id, error)
             return
         token = token_output(seq.num_output_tokens - 1, output.sample)
-        job.first_token_at = self._clock.now()
+        now = self._clock.now()
+        self._computed[handoff_id] = _Computed(
+            job.submit.reply, seq.num_cached_tokens, job.submit.arrived_at, job.started_at or now, now
+        )
         job.quarantine_id = self._engine.quarantine(seq.seq_id)
         self._sender.commit(handoff_id, CommitRecord(seq.num_arrival_tokens, token.SerializeToString()))
         job.submit.reply(internal_pb2.PrefillEvent(first_token=token))
 
     # ---- the ways out --------------------------------------------------------------------------------------------
 
-    def _on_sent(self, handoff_id: str, stats: SendStats) -> None:
-        job = self._jobs[handoff_id]
+    def report_sent(self, event: Sent) -> None:
+        """Give the router this half of the receipt. Called by the sender's threads, before the event is handled."""
+        computed = self._computed.pop(event.handoff_id, None)
+        if computed is not None:
+            computed.reply(internal_pb2.PrefillEvent(done=_receipt_half(computed, event.stats)))
+
+    def _on_sent(self, event: Sent) -> None:
+        self._jobs[event.handoff_id].over = True
         self._sent += 1
-        self._bytes_sent += stats.size_bytes
-        if not job.over:
-            job.over = True
-            job.submit.reply(internal_pb2.PrefillEvent(done=_receipt_half(job, stats)))
+        self._bytes_sent += event.stats.size_bytes
 
     def _on_failed(self, event: Failed) -> None:
         job = self._jobs[event.handoff_id]
@@ -206,6 +232,7 @@ class PrefillWorker:
 
     def _on_drained(self, handoff_id: str) -> None:
         job = self._jobs.pop(handoff_id)
+        self._computed.pop(handoff_id, None)
         del self._handoff_of[job.submit.sequence.seq_id]
         if job.quarantine_id is not None:
             self._engine.release_quarantine(job.quarantine_id)
@@ -236,20 +263,19 @@ class PrefillWorker:
         return PrefillView(self._engine.load(), self._sent, self._failed, self._bytes_sent)
 
 
-def _receipt_half(job: _Job, stats: SendStats) -> internal_pb2.PrefillDone:
-    started = job.started_at or job.submit.arrived_at
-    sampled = job.first_token_at or started
+def _receipt_half(computed: _Computed, stats: SendStats) -> internal_pb2.PrefillDone:
     first, last = stats.first_write_at, stats.last_write_at
-    transfer_s = last - first if first is not None and last is not None else 0.0
-    exposed_s = max(0.0, last - max(sampled, first)) if first is not None and last is not None else 0.0
+    transfer_s = exposed_s = 0.0
+    if first is not None and last is not None:
+        transfer_s, exposed_s = last - first, max(0.0, last - max(first, computed.sampled_at))
     return internal_pb2.PrefillDone(
-        cached_tokens=job.submit.sequence.num_cached_tokens,
+        cached_tokens=computed.cached_tokens,
         blocks_sent=stats.num_blocks,
         bytes_sent=stats.size_bytes,
         transport=stats.transport,
         checksum=stats.digest,
-        wait_ms=(started - job.submit.arrived_at) * 1e3,
-        prefill_ms=(sampled - started) * 1e3,
+        wait_ms=(computed.started_at - computed.arrived_at) * 1e3,
+        prefill_ms=(computed.sampled_at - computed.started_at) * 1e3,
         transfer_ms=transfer_s * 1e3,
         exposed_transfer_ms=exposed_s * 1e3,
     )

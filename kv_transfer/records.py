@@ -1,0 +1,55 @@
+"""Plain facts about one hand-off that both sides and the state machines share."""
+
+from dataclasses import dataclass
+
+MAX_FIRST_TOKEN_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """What the prefill worker says once, at the end: how many KV positions are valid, and the first token.
+
+    `first_token` is opaque here (a serialised kvferry.v1.TokenOutput), at most MAX_FIRST_TOKEN_BYTES long.
+    `checksums` holds one 64-bit fingerprint for each block sent, in prompt order; the sender fills it in.
+    """
+
+    num_tokens: int
+    first_token: bytes
+    checksums: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SendStats:
+    """The prefill worker's half of what a hand-off cost. Times are `clock.now()` of that worker, in seconds.
+
+    `first_write_at` and `last_write_at` are None when there was nothing to send (all cached on the decode worker).
+    `digest` folds the fingerprints of all blocks sent; equal on both sides.
+    """
+
+    transport: str
+    num_blocks: int
+    size_bytes: int
+    first_write_at: float | None
+    last_write_at: float | None
+    acknowledged_at: float
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveStats:
+    """The decode worker's half. Times are `clock.now()` of that worker, in seconds.
+
+    `first_write_at` and `last_write_at` are None where the bytes land without the receiver's help (shm) or there were
+    none. `commit_received_at` to `verified_at` is the time it took to check the content. `verified` is False, and
+    `digest` empty, only when the receiver was made with verify_checksums=False.
+    """
+
+    transport: str
+    num_blocks: int
+    size_bytes: int
+    first_write_at: float | None
+    last_write_at: float | None
+    commit_received_at: float
+    verified_at: float
+    digest: bytes
+    verified: bool

@@ -1,0 +1,287 @@
+"""Hand-offs between two real processes, and what one of them does when the other is killed or stopped."""
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_transfer.events import Committed, Drained, Failed, Fenced, Sent
+from kv_transfer.receive_table import ReceiveCounts
+from kvferry_rpc.common_pb2 import ErrorCode
+from kvferry_rpc.internal_pb2 import Ticket
+from tests.support.kv_pair import LAYOUT, WAIT_S, Pair, block_of
+
+ROOT = Path(__file__).parents[2]
+NUM_BLOCKS = 16
+LONG_S = 60.0  # A lease or timeout that no test waits for.
+
+
+class Peer:
+    """A worker end in another process; see tests/support/kv_peer.py."""
+
+    def __init__(self, role: str, kind: str, num_blocks: int, options: dict[str, Any]) -> None:
+        config = {"transports": [kind], "num_blocks": num_blocks, "options": options}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.kv_peer", role, json.dumps(config)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.wait(lambda line: "ready" in line)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(json.loads(line))
+
+    def do(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def wait(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The next line that is wanted; those before it are gone."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            line = self._lines.get(timeout=deadline - time.monotonic())
+            if wanted(line):
+                return line
+
+    def wait_event(self, *kinds: str) -> dict[str, Any]:
+        return self.wait(lambda line: line.get("event") in kinds)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10.0)
+        self._reader.join(10.0)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+class RemotePrefill:
+    """A receiver here, a sender in another process."""
+
+    def __init__(self, kind: str, *, lease_s: float, io_timeout_s: float = LONG_S) -> None:
+        options = {"lease_s": lease_s, "io_timeout_s": io_timeout_s}
+        self.pair = Pair(transports=(kind,), num_blocks=NUM_BLOCKS, receiver=options)
+        self.peer = Peer("prefill", kind, NUM_BLOCKS, {"io_timeout_s": LONG_S})
+        self.ids, self.source = [3, 4, 7, 1], [9, 8, 2, 3]
+        self.ticket = self.pair.reserve(self.ids)
+
+    def do(self, what: str, **fields: Any) -> None:
+        self.peer.do(do=what, ticket=self.ticket.SerializeToString().hex(), **fields)
+
+    def send_half(self) -> None:
+        """Open and push two of four blocks; return when they have landed."""
+        self.do("open", num_tokens=self.pair.tokens(4), within_s=LONG_S)
+        self.push(0, 2)
+        deadline = time.monotonic() + WAIT_S
+        while not all(self.landed(index) for index in range(2)):
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.005)
+
+    def push(self, start: int, stop: int) -> None:
+        self.do("push", first=start, blocks=self.source[start:stop])
+
+    def landed(self, index: int) -> bool:
+        return bool(
+            (block_of(self.pair.decode, self.ids[index]) == block_of(self.pair.prefill, self.source[index])).all()
+        )
+
+    def kinds(self) -> list[str]:
+        return self.pair.received.kinds(self.ticket.handoff_id)
+
+    def wait(self, *kinds: type) -> Any:
+        return self.pair.received.wait(self.ticket.handoff_id, *kinds)
+
+
+@pytest.fixture
+def remote(request: pytest.FixtureRequest) -> Iterator[RemotePrefill]:
+    kind, lease_s = request.param
+    both = RemotePrefill(kind, lease_s=lease_s)
+    try:
+        yield both
+    finally:
+        both.peer.close()
+        both.pair.__exit__()
+
+
+def over(*kinds: str, lease_s: float) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("remote", [(kind, lease_s) for kind in kinds], ids=kinds, indirect=True)
+
+
+@over("tcp", "shm", lease_s=LONG_S)
+def test_the_content_of_another_process_arrives(remote: RemotePrefill) -> None:
+    remote.send_half()
+    remote.push(2, 4)
+    remote.do("commit", num_tokens=remote.pair.tokens(4))
+    assert isinstance(remote.wait(Committed, Failed), Committed)
+    assert all(remote.landed(index) for index in range(4))
+    assert remote.peer.wait_event("Sent", "Failed")["event"] == "Sent"
+    assert remote.peer.wait_event("Drained")
+
+
+@over("tcp", "shm", lease_s=LONG_S)
+def test_a_sender_killed_in_mid_transfer_is_noticed_at_once_and_fenced(remote: RemotePrefill) -> None:
+    remote.send_half()
+    remote.peer.signal(signal.SIGKILL)
+    assert "link to the sender was lost" in remote.wait(Failed).error.message
+    remote.wait(Fenced)
+    assert remote.kinds() == ["Failed", "Fenced"]
+    assert remote.pair.receiver.snapshot().handoffs == ReceiveCounts(0, 0, 0, 0)
+    remote.pair.reserve(remote.ids)  # The blocks are free for the next.
+
+
+@over("tcp", lease_s=0.7)
+def test_a_stopped_sender_over_tcp_fails_by_its_lease_and_is_fenced_at_once(remote: RemotePrefill) -> None:
+    remote.send_half()
+    remote.peer.signal(signal.SIGSTOP)
+    assert "lease" in remote.wait(Failed).error.message
+    remote.wait(Fenced)
+    remote.peer.signal(signal.SIGCONT)
+    remote.push(2, 4)
+    assert "lease" in remote.peer.wait_event("Failed")["message"]
+    remote.peer.wait_event("Drained")
+    assert not remote.landed(2)
+    assert remote.kinds() == ["Failed", "Fenced"]
+
+
+@over("shm", lease_s=0.7)
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGCONT])
+def test_a_stopped_sender_over_shm_keeps_its_blocks_in_quarantine_until_it_cannot_write(
+    remote: RemotePrefill, ending: int
+) -> None:
+    remote.send_half()
+    remote.peer.signal(signal.SIGSTOP)
+    assert "lease" in remote.wait(Failed).error.message
+    # It has our memory mapped and may be in the middle of a copy: no time that passes makes this safe.
+    threading.Event().wait(1.0)
+    assert remote.kinds() == ["Failed"]
+    assert remote.pair.receiver.snapshot().handoffs.quarantined == 1
+    with pytest.raises(ValueError, match="still writable"):
+        remote.pair.reserve(remote.ids[:1])
+    remote.peer.signal(ending)
+    remote.wait(Fenced)
+    assert remote.kinds() == ["Failed", "Fenced"]
+    remote.pair.reserve(remote.ids[:1])
+    if ending == signal.SIGCONT:
+        assert "lease" in remote.peer.wait_event("Failed")["message"]
+        remote.peer.wait_event("Drained")
+
+
+@over("shm", lease_s=0.5)
+def test_a_receiver_closes_in_time_although_a_stopped_sender_has_its_memory(
+    remote: RemotePrefill, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.send_half()
+    remote.peer.signal(signal.SIGSTOP)
+    remote.wait(Failed)
+    remote.pair.receiver.close(0.5)
+    assert "may still write into the pool" in caplog.text
+    assert remote.kinds() == ["Failed"], "nobody may be told that the blocks are safe"
+
+
+class RemoteDecode:
+    """A sender here, a receiver in another process."""
+
+    def __init__(self, kind: str, *, num_blocks: int = NUM_BLOCKS, io_timeout_s: float = LONG_S) -> None:
+        self.pair = Pair(transports=(kind,), num_blocks=num_blocks, sender={"io_timeout_s": io_timeout_s})
+        self.peer = Peer("decode", kind, num_blocks, {"lease_s": 1.0, "io_timeout_s": LONG_S})
+
+    def reserve(self, num_blocks: int) -> Ticket:
+        ids = list(range(num_blocks))
+        self.peer.do(block_ids=ids, first_block=0, num_tokens=self.pair.tokens(num_blocks))
+        return Ticket.FromString(bytes.fromhex(self.peer.wait(lambda line: "ticket" in line)["ticket"]))
+
+    def __enter__(self) -> "RemoteDecode":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peer.close()
+        self.pair.__exit__()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_the_content_arrives_in_another_process(kind: str) -> None:
+    with RemoteDecode(kind) as remote:
+        ticket, source = remote.reserve(4), [9, 8, 2, 3]
+        remote.pair.send(ticket, source)
+        assert isinstance(remote.pair.sent.wait(ticket.handoff_id, Sent, Failed), Sent)
+        content = hashlib.blake2b()
+        for block_id in source:
+            content.update(block_of(remote.pair.prefill, block_id))
+        assert remote.peer.wait_event("Committed", "Failed")["content"] == content.hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_killed_receiver_is_noticed_at_once(kind: str) -> None:
+    with RemoteDecode(kind) as remote:
+        ticket = remote.reserve(4)
+        remote.pair.open(ticket, [9, 8, 2, 3], within_s=LONG_S)
+        remote.pair.push(ticket, range(2), range(LAYOUT.num_layers))
+        remote.peer.signal(signal.SIGKILL)
+        failed = remote.pair.sent.wait(ticket.handoff_id, Failed)
+        assert failed.error.code == ErrorCode.HANDOFF_FAILED
+        remote.pair.sent.wait(ticket.handoff_id, Drained)
+        assert remote.pair.sent.kinds(ticket.handoff_id) == ["Failed", "Drained"]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("when", ["before the greeting", "after half", "with the commit"])
+def test_a_stopped_receiver_is_given_up_in_time(kind: str, when: str) -> None:
+    with RemoteDecode(kind, io_timeout_s=0.5) as remote:
+        ticket = remote.reserve(4)
+        if when == "before the greeting":
+            remote.peer.signal(signal.SIGSTOP)
+        remote.pair.open(ticket, [9, 8, 2, 3], within_s=LONG_S)
+        remote.pair.push(ticket, range(2), range(LAYOUT.num_layers))
+        if when == "after half":
+            remote.peer.signal(signal.SIGSTOP)
+        remote.pair.push(ticket, range(4), range(LAYOUT.num_layers))
+        if when == "with the commit":
+            remote.peer.signal(signal.SIGSTOP)
+            remote.pair.commit(ticket, 4)
+        remote.pair.sent.wait(ticket.handoff_id, Failed)
+        remote.pair.sent.wait(ticket.handoff_id, Drained)
+        assert remote.pair.sent.kinds(ticket.handoff_id) == ["Failed", "Drained"]
+
+
+def test_a_sender_stuck_in_a_write_to_a_stopped_receiver_comes_out_in_time() -> None:
+    """More bytes than the kernel buffers: the writer blocks in mid-frame, holding the local pool, until its timeout."""
+    num_blocks = 4096
+    with RemoteDecode("tcp", num_blocks=num_blocks, io_timeout_s=1.0) as remote:
+        ticket, source = remote.reserve(num_blocks), list(range(num_blocks))
+        remote.pair.open(ticket, source, within_s=LONG_S)
+        remote.pair.push(ticket, range(1), range(LAYOUT.num_layers))
+        remote.peer.signal(signal.SIGSTOP)
+        remote.pair.push(ticket, range(1, num_blocks), range(LAYOUT.num_layers))
+        remote.pair.sent.wait(ticket.handoff_id, Failed)
+        remote.pair.sent.wait(ticket.handoff_id, Drained)
+        assert remote.pair.sender.snapshot().handoffs == 0
+
+
+def test_the_shared_pool_leaves_nothing_behind_when_its_owner_is_killed() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with RemoteDecode("shm") as remote:
+        remote.reserve(1)
+        remote.peer.signal(signal.SIGKILL)
+        remote.peer.process.wait(10.0)
+    assert set(os.listdir("/dev/shm")) <= before
