@@ -1,0 +1,100 @@
+"""Workers that die, stop or drain under a running stream: the text does not change and nothing leaks."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.live_cluster import LiveCluster, live_cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+BODY = {"model": "tiny-real", "max_tokens": 160, "ignore_eos": True, "temperature": 0.9, "seed": 11, "stream": True}
+
+
+@pytest.fixture
+def two_by_two(tmp_path: Path) -> Iterator[LiveCluster]:
+    with live_cluster(tmp_path, "--prefill", "2", "--decode", "2", "--num-blocks", "512") as cluster:
+        yield cluster
+
+
+async def _stream(http: httpx.AsyncClient, prompt: str) -> AsyncIterator[str]:
+    """Data events of one streamed completion."""
+    async with http.stream("POST", "/v1/completions", json={**BODY, "prompt": prompt}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                yield line[6:]
+
+
+async def _text(http: httpx.AsyncClient, prompt: str, started: asyncio.Event | None = None) -> str:
+    parts: list[str] = []
+    async for data in _stream(http, prompt):
+        if data == "[DONE]":
+            return "".join(parts)
+        event = httpx.Response(200, content=data).json()
+        assert "error" not in event, event
+        parts.extend(choice["text"] for choice in event["choices"])
+        if started is not None and len(parts) >= 3:
+            started.set()
+    raise AssertionError("the stream ended without [DONE]")
+
+
+async def _disturbed(cluster: LiveCluster, victim: str, number: signal.Signals) -> None:
+    """Eight streams, a signal to one worker when all are under way; each text must equal its undisturbed one."""
+    prompts = [f"Tell me story number {index} about a fox and a crow. " * 3 for index in range(8)]
+    limits = httpx.Limits(max_connections=32)
+    async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120, limits=limits) as http:
+        expected = [await _text(http, prompt) for prompt in prompts]
+        started = [asyncio.Event() for _ in prompts]
+        streams = [asyncio.create_task(_text(http, *pair)) for pair in zip(prompts, started, strict=True)]
+        await asyncio.gather(*(event.wait() for event in started))
+        cluster.kill(victim, number)
+        assert await asyncio.gather(*streams) == expected
+        assert await _text(http, prompts[0]) == expected[0]
+
+
+def test_a_decode_worker_killed_under_eight_streams_changes_no_text(two_by_two: LiveCluster) -> None:
+    asyncio.run(_disturbed(two_by_two, "decode-0", signal.SIGKILL))
+    two_by_two.wait_at_rest()
+
+
+def test_a_decode_worker_told_to_stop_finishes_its_streams_first(two_by_two: LiveCluster) -> None:
+    asyncio.run(_disturbed(two_by_two, "decode-1", signal.SIGTERM))
+    two_by_two.wait_at_rest()
+
+
+def test_a_prefill_worker_killed_while_prompts_are_computed_costs_no_request(two_by_two: LiveCluster) -> None:
+    async def run() -> None:
+        prompts = [f"{index} " * 600 for index in range(12)]
+        async with httpx.AsyncClient(base_url=two_by_two.base_url, timeout=120) as http:
+            asks = [
+                asyncio.create_task(
+                    http.post("/v1/completions", json={**BODY, "stream": False, "max_tokens": 4, "prompt": prompt})
+                )
+                for prompt in prompts
+            ]
+            while not any(worker.sequences_running for worker in _prefill(two_by_two)):
+                await asyncio.sleep(0.02)
+            two_by_two.kill("prefill-0")
+            answers = await asyncio.gather(*asks)
+        assert [answer.status_code for answer in answers] == [200] * len(prompts)
+
+    asyncio.run(run())
+    two_by_two.wait_at_rest()
+
+
+def test_without_any_prefill_worker_the_decode_worker_computes_the_prompt_and_says_so(tmp_path: Path) -> None:
+    with live_cluster(tmp_path, "--prefill", "0", "--num-blocks", "256") as cluster:
+        body = {"model": "tiny-real", "prompt": "Hello there. " * 10, "max_tokens": 4, "kv_receipt": True}
+        receipt = httpx.post(f"{cluster.base_url}/v1/completions", json=body, timeout=60).json()["kv_receipt"]
+        cluster.wait_at_rest()
+    assert receipt["transport"] == "local"
+    assert receipt["prefill_worker"] == receipt["decode_worker"] == "decode-0"
+    assert receipt["plan_reason"]
+
+
+def _prefill(cluster: LiveCluster) -> list[object]:
+    return [worker for worker in cluster.state().workers if worker.role == "prefill"]

@@ -1,0 +1,46 @@
+"""Real processes and real models: the cluster's tokens are one process's and `transformers.generate`'s."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvferry.model_prep import prepare_model
+from kvferry.verify import Row, Variant, VerifyOptions, prompt_lengths, read_prompts, standard_variants, verify
+from tests.support.live_cluster import TINY_REAL
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+PROMPTS = Path(__file__).parents[1] / "data" / "prompts_short.jsonl"
+
+
+def _options(model: str, directory: Path, texts: Sequence[str], max_tokens: int) -> VerifyOptions:
+    prepared = asyncio.run(prepare_model(model, directory, lambda stage, fraction: None))
+    return VerifyOptions(
+        model=model, model_dir=prepared.path, cache_dir=directory, texts=tuple(texts), max_tokens=max_tokens
+    )
+
+
+def _verify(options: VerifyOptions, variants: Sequence[Variant]) -> list[Row]:
+    async def collect() -> list[Row]:
+        return [row async for row in verify(options, variants, lambda line: None)]
+
+    return asyncio.run(collect())
+
+
+def test_the_demo_model_says_the_same_in_the_cluster_and_in_transformers(tmp_path: Path) -> None:
+    texts = read_prompts(PROMPTS)[::9]
+    rows = _verify(_options("smollm2-135m-instruct", tmp_path, texts, 12), [Variant("block 16, shm", "shm")])
+    assert {row.reference for row in rows} == {"transformers", "one process"}
+    assert [row for row in rows if not row.good] == []
+
+
+@pytest.mark.parametrize("name", ["block 32, tcp", "small pool"])
+def test_every_short_prompt_says_the_same_with_other_blocks_another_transport_and_too_few_blocks(
+    tmp_path: Path, name: str
+) -> None:
+    options = _options(str(TINY_REAL), tmp_path, read_prompts(PROMPTS), 40)
+    variants = [v for v in standard_variants(prompt_lengths(options), 40) if name in v.name]
+    rows = _verify(options, variants)
+    assert len(rows) == 1 + 2 * 2 + 2
+    assert [row for row in rows if not row.good] == []

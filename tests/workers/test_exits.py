@@ -1,0 +1,192 @@
+"""Every way in which a request can end early, on a real pair of workers: each leaves both pools whole."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvferry_rpc.common_pb2 import ErrorCode, SamplingParams
+from tests.support.tiny_checkpoints import make_model, save_checkpoint
+from tests.support.worker_pair import Request, WorkerPair
+
+SEED = 6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), make_model("llama_gqa"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 96) for _ in range(length)]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def test_a_cancel_between_ticket_and_prefill_frees_the_reservation(checkpoint: Path, cache: Path) -> None:
+    with WorkerPair(checkpoint, cache) as pair:
+        request = pair.admit(prompt_of(40), greedy(4))
+        assert request.ticket() is not None
+        assert pair.decode.snapshot.view.load.num_receiving in (0, 1)
+        pair.cancel(request)
+
+
+def test_a_cancel_while_the_prompt_is_computed_stops_both_workers(checkpoint: Path, cache: Path) -> None:
+    with WorkerPair(checkpoint, cache, num_blocks=64, token_budget=8) as pair:
+        request = pair.admit(prompt_of(200), greedy(4))
+        ticket = request.ticket()
+        assert ticket is not None
+        pair.prefill_into(request, ticket)
+        while pair.prefill.snapshot.view.load.steps < 2:
+            pass
+        pair.cancel(request, ticket)
+        short = pair.run(prompt_of(9, seed=2), greedy(3))
+        assert len(short.tokens) == 3
+    assert pair.prefill_engine.load().prompt_tokens_computed < 200
+
+
+def test_a_cancel_while_decoding_ends_the_sequence(checkpoint: Path, cache: Path) -> None:
+    with WorkerPair(checkpoint, cache) as pair:
+        request = pair.admit(prompt_of(20), greedy(200))
+        ticket = request.ticket()
+        assert ticket is not None
+        pair.prefill_into(request, ticket)
+        while pair.decode.snapshot.view.load.tokens_generated < 5:
+            pass
+        pair.cancel(request, ticket)
+    assert pair.decode_engine.load().tokens_generated < 200
+
+
+def test_no_room_is_said_at_once_and_leaves_nothing_behind(checkpoint: Path, cache: Path) -> None:
+    with WorkerPair(checkpoint, cache, num_blocks=8) as pair:
+        first = pair.admit(prompt_of(40), greedy(4))
+        assert first.ticket() is not None
+        second = pair.admit(prompt_of(40, seed=1), greedy(4))
+        assert second.ticket() is None
+        assert second.outcome.decode_error is not None
+        assert second.outcome.decode_error.code == ErrorCode.OVERLOADED
+        assert second.outcome.decode_error.retry_after_ms > 0
+        pair.cancel(first)
+
+
+def test_a_ticket_that_nobody_uses_runs_out(checkpoint: Path, cache: Path) -> None:
+    with WorkerPair(checkpoint, cache, lease_s=0.2) as pair:
+        request = pair.admit(prompt_of(40), greedy(4))
+        assert request.ticket() is not None
+        outcome = request.wait(prefill=False)
+        assert outcome.decode_error is not None
+        assert outcome.decode_error.code == ErrorCode.HANDOFF_FAILED
+
+
+def test_a_prompt_that_waits_longer_than_the_lease_keeps_its_place(checkpoint: Path, cache: Path) -> None:
+    with WorkerPair(checkpoint, cache, lease_s=0.2, num_blocks=128, token_budget=8, max_num_seqs=4) as pair:
+        requests = [pair.admit(prompt_of(230, seed), greedy(1)) for seed in range(4)]
+        tickets = [request.ticket() for request in requests]
+        for request, ticket in zip(requests, tickets, strict=True):
+            assert ticket is not None
+            pair.prefill_into(request, ticket)
+        outcomes = [request.wait() for request in requests]
+    assert all(outcome.decode_done is not None for outcome in outcomes)
+    waits = [outcome.prefill_done.wait_ms for outcome in outcomes if outcome.prefill_done]
+    assert max(waits) > 0
+
+
+@pytest.mark.parametrize("change", ["secret", "incarnation", "attempt"])
+def test_a_forged_ticket_is_refused_and_the_real_one_still_works(checkpoint: Path, cache: Path, change: str) -> None:
+    with WorkerPair(checkpoint, cache) as pair:
+        request = pair.admit(prompt_of(20), greedy(3))
+        ticket = request.ticket()
+        assert ticket is not None
+        forged = type(ticket).FromString(ticket.SerializeToString())
+        if change == "attempt":
+            forged.attempt += 1
+        else:
+            setattr(forged, change, b"x" * 16)
+        thief = Request(request.message, request.session_id)
+        pair.prefill_into(thief, forged)
+        refused = thief.wait_prefill()
+        assert refused.prefill_error is not None
+        assert refused.prefill_error.code == ErrorCode.HANDOFF_FAILED
+        pair.prefill_into(request, ticket)
+        assert len(request.wait().tokens) == 3
+
+
+def test_a_ticket_for_another_prompt_is_refused_at_the_door(checkpoint: Path, cache: Path) -> None:
+    with WorkerPair(checkpoint, cache) as pair:
+        request = pair.admit(prompt_of(20), greedy(3))
+        ticket = request.ticket()
+        assert ticket is not None
+        other = pair.admit(prompt_of(40), greedy(3))
+        assert other.ticket() is not None
+        pair.prefill_into(other, ticket)
+        refused = other.wait_prefill()
+        assert refused.prefill_error is not None
+        assert refused.prefill_error.code == ErrorCode.INVALID_REQUEST
+        pair.cancel(request)
+        pair.cancel(other)
+
+
+def test_deadlines_end_requests_on_both_workers(checkpoint: Path, cache: Path) -> None:
+    with WorkerPair(checkpoint, cache, num_blocks=64, token_budget=8) as pair:
+        request = pair.admit(prompt_of(200), greedy(4), deadline_s=0.05)
+        ticket = request.ticket()
+        if ticket is not None:
+            pair.prefill_into(request, ticket, deadline_s=0.05)
+        outcome = request.wait(prefill=ticket is not None)
+        errors = [error.code for error in (outcome.decode_error, outcome.prefill_error) if error is not None]
+        assert ErrorCode.DEADLINE_EXCEEDED in errors
+
+
+def test_preempted_sequences_of_a_small_pool_all_finish_with_their_solo_text(checkpoint: Path, cache: Path) -> None:
+    prompts = [prompt_of(16, seed) for seed in range(4)]
+    with WorkerPair(checkpoint, cache, num_blocks=12) as pair:
+        solo = [pair.run(prompt, greedy(40)).token_ids for prompt in prompts]
+    with WorkerPair(checkpoint, cache, num_blocks=12) as pair:
+        requests = []
+        for prompt in prompts:
+            request = pair.admit(prompt, greedy(40))
+            ticket = request.ticket()
+            if ticket is not None:
+                pair.prefill_into(request, ticket)
+                requests.append((prompt, request))
+        outcomes = [(prompt, request.wait()) for prompt, request in requests]
+        preemptions = pair.decode.snapshot.view.load.preemptions
+    assert len(outcomes) >= 2
+    assert preemptions > 0
+    for prompt, outcome in outcomes:
+        assert outcome.token_ids == solo[prompts.index(prompt)]
+        assert outcome.decode_done is not None
+        assert outcome.decode_done.tokens_recomputed == 0
+    assert any(outcome.decode_done and outcome.decode_done.preempted_tokens for _, outcome in outcomes)
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+def test_a_storm_of_cancels_at_random_moments_leaves_both_pools_whole(
+    checkpoint: Path, cache: Path, transport: str
+) -> None:
+    rng = random.Random(SEED)
+    with WorkerPair(checkpoint, cache, transport=transport, num_blocks=24) as pair:
+        for number in range(80):
+            request = pair.admit(prompt_of(rng.randrange(1, 60), rng.randrange(5)), greedy(rng.randrange(1, 12)))
+            if rng.random() < 0.2:
+                pair.cancel(request)
+                continue
+            ticket = request.ticket()
+            if ticket is None:
+                continue
+            pair.prefill_into(request, ticket)
+            if rng.random() < 0.6:
+                for _ in range(rng.randrange(0, 20_000)):
+                    pass
+                pair.cancel(request, ticket)
+            elif number % 3:
+                request.wait()
+        assert not pair.fatal
