@@ -26,7 +26,7 @@ from kvferry.references import (
 )
 from kvferry.run_dir import RunDir
 from kvferry_rpc import common_pb2, public_pb2, public_pb2_grpc
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from runtime.grpc_life import channel
 
 _REQUEST_TIMEOUT_S = 600.0

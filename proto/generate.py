@@ -19,7 +19,10 @@ WITH_SERVICES = ("public", "internal")
 
 
 def generate(target: Path) -> list[Path]:
-    """Generate all stubs below `target`; the paths written, relative to it. Raises CalledProcessError on a bad .proto."""
+    """Generate all stubs below `target`; returns their paths relative to it.
+
+    Raises CalledProcessError on a bad .proto.
+    """
     protos = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / PACKAGE).glob("*.proto"))
     services = [f"{PACKAGE}/{name}.proto" for name in WITH_SERVICES]
     scripts = Path(sys.executable).parent

@@ -9,7 +9,7 @@ import sys
 
 from router.config import RouterConfig
 from router.service import RouterService
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from runtime.config import parse_config
 from runtime.process import run_service, write_ready_line
 from runtime.secret import read_secret_file

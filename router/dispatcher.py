@@ -28,8 +28,7 @@ from kvferry_rpc.internal_pb2 import Register
 from router import receipts
 from router.admission import RETRY_AFTER_MS, Admission, RoomQueue
 from router.attempt import Attempt, AttemptFailed, Placement, Side, Work
-from router.early_end import EnoughTokens
-from router.generation import GenerationRequest, TokenBatch, TokenEnd
+from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd
 from router.metrics import RequestMeter, RouterMetrics
 from router.policy import NoPlan, Plan, RequestShape, choose
 from router.receipts import AttemptRecord, ReceiptStore

@@ -45,6 +45,14 @@ class TokenEnd:
     receipt: KVReceipt
 
 
+class EnoughTokens(Exception):
+    """Thrown into a token stream (with `athrow`) by a reader that has what it wanted, such as a stop string.
+
+    That is not the same as going away: the request is cancelled on its workers but counts as served, and the stream's
+    next and last item is its TokenEnd, whose receipt holds what is known by then.
+    """
+
+
 class TokenSource(Protocol):
     """Runs a request on the cluster. The dispatcher is the real one; tests script their own."""
 

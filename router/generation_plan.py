@@ -10,7 +10,7 @@ from typing import cast
 
 from kvferry_rpc.common_pb2 import ErrorCode, LogitBias, SamplingParams
 from router.generation import GenerationRequest
-from router.openai_requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
+from router.http.openai_requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
 from runtime.errors import KvferryError, invalid
 from runtime.limits import (
     MAX_CHOICES,

@@ -31,8 +31,8 @@ from kvferry_rpc.public_pb2 import (
 )
 from router.generation import GenerationRequest, TextChunk, TextEnd
 from router.generation_plan import GenerationPlan, ModelLimits, RequestScope, build_requests, check_model
-from router.http_services import Services
-from router.text_generation import generate
+from router.http.services import Services
+from router.text.text_generation import generate
 from runtime.errors import KvferryError, invalid
 from runtime.limits import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOP_STRINGS, check_sampling, check_token_ids
 from runtime.telemetry import request_context

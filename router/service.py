@@ -12,13 +12,13 @@ from router.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.generation_plan import ModelLimits
 from router.grpc_server import PublicService
-from router.http_protocol import HttpServer
-from router.http_server import build_app
-from router.http_services import Services
+from router.http.protocol import HttpServer
+from router.http.server import build_app
+from router.http.services import Services
 from router.membership_service import MembershipService
 from router.metrics import RouterMetrics
 from router.receipts import ReceiptStore
-from router.tokenizer import AsyncTokenizer, Tokenizer
+from router.text.tokenizer import AsyncTokenizer, Tokenizer
 from router.worker_links import WorkerLinks
 from router.worker_registry import WorkerRegistry
 from runtime.clock import SystemClock

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -76,8 +77,7 @@ def test_a_prefill_worker_killed_while_prompts_are_computed_costs_no_request(two
                 )
                 for prompt in prompts
             ]
-            while not any(worker.sequences_running for worker in _prefill(two_by_two)):
-                await asyncio.sleep(0.02)
+            await asyncio.to_thread(_wait_prefilling, two_by_two)
             two_by_two.kill("prefill-0")
             answers = await asyncio.gather(*asks)
         assert [answer.status_code for answer in answers] == [200] * len(prompts)
@@ -96,5 +96,7 @@ def test_without_any_prefill_worker_the_decode_worker_computes_the_prompt_and_sa
     assert receipt["plan_reason"]
 
 
-def _prefill(cluster: LiveCluster) -> list[object]:
-    return [worker for worker in cluster.state().workers if worker.role == "prefill"]
+def _wait_prefilling(cluster: LiveCluster) -> None:
+    """Until a prefill worker has reported that it computes. Reports can only be looked at."""
+    while not any(worker.sequences_running for worker in cluster.state().workers if worker.role == "prefill"):
+        time.sleep(0.02)

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.chat_template import ChatTemplate, check_text
+from router.text.chat_template import ChatTemplate, check_text
 from runtime.errors import KvferryError
 from tests.support.tiny_tokenizers import TINY_REAL, short_prompts
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from router.choices import interleave
+from router.http.choices import interleave
 
 
 class Streams:

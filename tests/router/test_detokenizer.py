@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.detokenizer import StopMatcher, TextStream, cut_at_stop
-from router.tokenizer import Tokenizer
+from router.text.detokenizer import StopMatcher, TextStream, cut_at_stop
+from router.text.tokenizer import Tokenizer
 from runtime.errors import KvferryError
 from tests.support.tiny_tokenizers import sentencepiece, short_prompts, tiny_real
 

@@ -14,8 +14,7 @@ from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
 from kvferry_rpc.internal_pb2 import KVEvent
 from router import attempt
 from router.dispatcher import DispatchLimits
-from router.early_end import EnoughTokens
-from router.generation import TokenBatch, TokenEnd
+from router.generation import EnoughTokens, TokenBatch, TokenEnd
 from runtime.errors import KvferryError
 from tests.support.fake_workers import CHECKSUM, FakeDecode, FakePrefill, continuation, error
 from tests.support.router_cluster import PROMPT, RouterCluster, router_cluster

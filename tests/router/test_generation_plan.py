@@ -15,8 +15,8 @@ from router.generation_plan import (
     plan_chat,
     plan_completion,
 )
-from router.json_body import decode
-from router.openai_requests import ChatBody, CompletionBody
+from router.http.json_body import decode
+from router.http.openai_requests import ChatBody, CompletionBody
 from runtime.errors import KvferryError
 from runtime.limits import (
     MAX_CHOICES,

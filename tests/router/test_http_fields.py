@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from kvferry_rpc.common_pb2 import FinishReason
-from router.openai_requests import ChatBody, CompletionBody
+from router.http.openai_requests import ChatBody, CompletionBody
 from tests.support.http_door import Door, chat_body, completion_body, ids_of
 from tests.support.scripted_source import Finish
 

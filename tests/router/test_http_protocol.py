@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import uvloop
 
-from router.http_protocol import BoundedHttpProtocol, HttpServer
+from router.http.protocol import BoundedHttpProtocol, HttpServer
 from tests.support.http_door import Door, chat_body, events, ids_of
 
 CHAT = "/v1/chat/completions"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, KVReceipt
-from router.openai_responses import receipt_fields
+from router.http.openai_responses import receipt_fields
 from runtime.errors import KvferryError
 from runtime.limits import MAX_BODY_BYTES
 from tests.support.http_door import (
@@ -393,7 +393,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenised_starts_nothing
 async def test_a_clients_own_request_id_goes_to_the_log_only(
     given: str, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.DEBUG, logger="router.http_generation"):
+    with caplog.at_level(logging.DEBUG, logger="router.http.generation"):
         answer = await Door(says("x")).post(CHAT, chat_body(), headers={"x-request-id": given})
     assert answer.headers["x-request-id"].startswith("chatcmpl-")
     assert f"client_request_id={logged}" in caplog.text

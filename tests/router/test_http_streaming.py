@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
-from router.sse import HEARTBEAT
+from router.http.sse import HEARTBEAT
 from runtime.errors import KvferryError
 from tests.support.http_door import Door, chat_body, completion_body, events, ids_of, one_by_one
 from tests.support.scripted_source import Finish

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from router import json_body
-from router.asgi import Receive
-from router.http_errors import ClientGone, HttpError
-from router.json_body import BodyReader, decode, decode_body
-from router.openai_requests import ChatBody, TokenizeBody
+from router.http import json_body
+from router.http.asgi import Receive
+from router.http.errors import ClientGone, HttpError
+from router.http.json_body import BodyReader, decode, decode_body
+from router.http.openai_requests import ChatBody, TokenizeBody
 from runtime.errors import KvferryError
 from runtime.limits import MAX_BODY_BYTES
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
-from router.http_protocol import HttpServer
+from router.http.protocol import HttpServer
 from runtime.errors import KvferryError
 from tests.support.http_door import MODEL, Door, ids_of, one_by_one
 from tests.support.scripted_source import Finish

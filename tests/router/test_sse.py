@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from router.http_errors import ClientGone
-from router.sse import HEARTBEAT, ClientWatch, EventStream
+from router.http.errors import ClientGone
+from router.http.sse import HEARTBEAT, ClientWatch, EventStream
 
 
 class Client:

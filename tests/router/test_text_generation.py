@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, SamplingParams
-from router.detokenizer import cut_at_stop
 from router.generation import GenerationRequest, TextChunk, TextEnd
-from router.text_generation import generate
+from router.text.detokenizer import cut_at_stop
+from router.text.text_generation import generate
 from runtime.errors import KvferryError
 from tests.support.http_door import ids_of, one_by_one, tokenizer
 from tests.support.scripted_source import Finish, ScriptedSource, Step

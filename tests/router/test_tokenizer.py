@@ -18,8 +18,8 @@ from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.token_pieces import DecoderKind
-from router.tokenizer import AsyncTokenizer, Tokenizer
+from router.text.token_pieces import DecoderKind
+from router.text.tokenizer import AsyncTokenizer, Tokenizer
 from runtime.errors import KvferryError
 from tests.support.tiny_tokenizers import (
     TINY_REAL,

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from router.generation_plan import ModelLimits
-from router.http_server import HttpFrontDoor, build_app
-from router.http_services import Services
-from router.tokenizer import AsyncTokenizer, Tokenizer
+from router.http.server import HttpFrontDoor, build_app
+from router.http.services import Services
+from router.text.tokenizer import AsyncTokenizer, Tokenizer
 from runtime.clock import ManualClock
 from tests.support.scripted_source import Script, ScriptedSource
 

@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, TokenLogprob, TokenOutput
-from router.early_end import EnoughTokens
-from router.generation import GenerationRequest, TokenBatch, TokenEnd
+from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd
 
 
 @dataclass(frozen=True)

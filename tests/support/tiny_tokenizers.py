@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, processors
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 TINY_REAL = DATA / "tiny-real"

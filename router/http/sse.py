@@ -7,8 +7,8 @@ happens for a while a comment goes out instead: proxies keep the connection, and
 import asyncio
 from types import TracebackType
 
-from router.asgi import RawHeaders, Receive, Send
-from router.http_errors import ClientGone, HttpError
+from router.http.asgi import RawHeaders, Receive, Send
+from router.http.errors import ClientGone, HttpError
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": keep-alive\n\n"

@@ -14,7 +14,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from router.http_errors import HttpError
+from router.http.errors import HttpError
 
 # Framing between the pieces of a body that comes in chunks of one byte.
 _OVERHEAD_PER_BODY_BYTE = 8

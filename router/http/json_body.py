@@ -12,8 +12,8 @@ import msgspec
 from starlette.datastructures import Headers
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.asgi import Receive
-from router.http_errors import ClientGone, HttpError
+from router.http.asgi import Receive
+from router.http.errors import ClientGone, HttpError
 from runtime.errors import KvferryError, invalid
 from runtime.limits import MAX_BODY_BYTES
 

@@ -12,7 +12,7 @@ import orjson
 
 from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, TokenOutput
 from router.generation import TextChunk, TextEnd
-from router.openai_logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from router.http.openai_logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 

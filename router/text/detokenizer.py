@@ -8,8 +8,8 @@ streamed one.
 
 from collections.abc import Iterable, Sequence
 
-from router.token_pieces import PieceDecoder
-from router.tokenizer import Tokenizer
+from router.text.token_pieces import PieceDecoder
+from router.text.tokenizer import Tokenizer
 from runtime.errors import invalid
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import tokenizers
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.chat_template import ChatTemplate, check_text
-from router.token_pieces import TokenPieces, build_pieces
+from router.text.chat_template import ChatTemplate, check_text
+from router.text.token_pieces import TokenPieces, build_pieces
 from runtime.errors import KvferryError, invalid
 
 T = TypeVar("T")

@@ -21,15 +21,15 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from router.asgi import Receive, Scope, Send, send_body
 from router.generation_plan import check_model, tokenize_prompt
-from router.http_errors import ClientGone, HttpError, to_http_error
-from router.http_generation import CHAT, COMPLETIONS, GenerationEndpoint, RequestCap, token_ids_of
-from router.http_services import Services
-from router.json_body import BodyReader, decode_body
-from router.openai_requests import TokenizeBody
-from router.openai_responses import receipt_fields
-from router.sse import ClientWatch
+from router.http.asgi import Receive, Scope, Send, send_body
+from router.http.errors import ClientGone, HttpError, to_http_error
+from router.http.generation import CHAT, COMPLETIONS, GenerationEndpoint, RequestCap, token_ids_of
+from router.http.json_body import BodyReader, decode_body
+from router.http.openai_requests import TokenizeBody
+from router.http.openai_responses import receipt_fields
+from router.http.services import Services
+from router.http.sse import ClientWatch
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 

@@ -5,10 +5,9 @@ from contextlib import aclosing
 from typing import cast
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, TokenOutput
-from router.detokenizer import TextStream
-from router.early_end import EnoughTokens
-from router.generation import GenerationRequest, TextChunk, TextEnd, TokenBatch, TokenEnd, TokenSource
-from router.tokenizer import Tokenizer
+from router.generation import EnoughTokens, GenerationRequest, TextChunk, TextEnd, TokenBatch, TokenEnd, TokenSource
+from router.text.detokenizer import TextStream
+from router.text.tokenizer import Tokenizer
 from runtime.errors import KvferryError
 
 

@@ -21,8 +21,6 @@ from typing import Generic, TypeVar
 from starlette.datastructures import Headers
 
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
-from router.asgi import RawHeaders, Receive, Scope, Send, send_body
-from router.choices import interleave
 from router.generation import GenerationRequest, TextChunk, TextEnd
 from router.generation_plan import (
     Conversation,
@@ -34,14 +32,16 @@ from router.generation_plan import (
     plan_chat,
     plan_completion,
 )
-from router.http_errors import ClientGone, HttpError, to_http_error
-from router.http_services import Services
-from router.json_body import BodyReader, decode_body
-from router.openai_requests import ChatBody, CompletionBody
-from router.openai_responses import Answer, AnswerHead, AnswerShape, ChatShape, CompletionShape, usage_of
-from router.sse import ClientWatch, EventStream, event
-from router.text_generation import generate
-from router.tokenizer import AsyncTokenizer, Tokenizer
+from router.http.asgi import RawHeaders, Receive, Scope, Send, send_body
+from router.http.choices import interleave
+from router.http.errors import ClientGone, HttpError, to_http_error
+from router.http.json_body import BodyReader, decode_body
+from router.http.openai_requests import ChatBody, CompletionBody
+from router.http.openai_responses import Answer, AnswerHead, AnswerShape, ChatShape, CompletionShape, usage_of
+from router.http.services import Services
+from router.http.sse import ClientWatch, EventStream, event
+from router.text.text_generation import generate
+from router.text.tokenizer import AsyncTokenizer, Tokenizer
 from runtime.errors import KvferryError
 from runtime.telemetry import request_context
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvferry_rpc.common_pb2 import KVReceipt
 from router.generation import TokenSource
 from router.generation_plan import ModelLimits
-from router.tokenizer import AsyncTokenizer
+from router.text.tokenizer import AsyncTokenizer
 from runtime.clock import Clock
 from runtime.errors import KvferryError
 from runtime.limits import DEFAULT_REQUEST_TIMEOUT_S

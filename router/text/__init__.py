@@ -1,0 +1,1 @@
+"""Text and tokens: tokenising, chat templates, and streams of text from streams of tokens."""
