@@ -29,8 +29,13 @@ def absolute_path(text: str) -> Path:
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags by which a running cluster is found."""
-    parser.add_argument("--address", metavar="HOST:PORT", help="gRPC address of the router. Default: the cluster that `kvferry up` started last on this machine.")  # fmt: skip # noqa: E501
-    parser.add_argument("--state-dir", type=absolute_path, metavar="PATH", help="State directory of a local cluster.")
+    parser.add_argument("--address", metavar="HOST:PORT", help="gRPC address of the router. Default: the cluster that `kvferry up` started last on this machine, unless it was given a --state-dir.")  # fmt: skip # noqa: E501
+    parser.add_argument(
+        "--state-dir",
+        type=absolute_path,
+        metavar="PATH",
+        help="State directory of a local cluster, as given to `kvferry up`.",
+    )
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="SECONDS", help="Longest wait for an answer. Default: %(default)g.")  # fmt: skip # noqa: E501
 
 
@@ -49,6 +54,6 @@ def find_address(address: str | None, state_dir: Path | None) -> str:
         raise KvferryError(
             ErrorCode.UNAVAILABLE,
             f"no running cluster found {where}: start one with `kvferry up --model MODEL`, "
-            "or name one elsewhere with --address HOST:PORT",
+            "or name one with --address HOST:PORT or --state-dir PATH",
         )
     return str(state["grpc_address"])

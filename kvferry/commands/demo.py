@@ -24,9 +24,11 @@ _ANSWER_TIMEOUT_S = 120.0
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=_MODEL, help="Default: %(default)s.")
-    parser.add_argument("--prompt", default=_PROMPT, help="Default: %(default)s")
-    parser.add_argument("--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Default: %(default)s.")
+    parser.add_argument("--model", default=_MODEL, help="What to serve. Default: %(default)s.")
+    parser.add_argument("--prompt", default=_PROMPT, help="What to ask. Default: %(default)s")
+    parser.add_argument(
+        "--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s."
+    )
 
 
 def _run(arguments: argparse.Namespace, console: Console) -> int:

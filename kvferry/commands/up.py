@@ -24,20 +24,38 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="Address the router listens on. Default: %(default)s.")
     parser.add_argument("--http-port", type=int, default=8000, help="OpenAI API; 0 = any free. Default: %(default)s.")
     parser.add_argument("--grpc-port", type=int, default=8001, help="gRPC API; 0 = any free. Default: %(default)s.")
-    parser.add_argument("--block-size", type=int, help="Tokens a KV block.")
-    parser.add_argument("--num-blocks", type=int, help="Blocks in each worker's KV pool. Default: by free memory.")
+    parser.add_argument("--block-size", type=int, help="Tokens a KV block; a power of two from 8 to 128.")
+    parser.add_argument(
+        "--num-blocks", type=int, help="Blocks in each worker's KV pool. Default: by free memory, 2 GiB at most."
+    )
     parser.add_argument("--token-budget", type=int, help="Most tokens a worker computes in one step.")
     parser.add_argument("--max-num-seqs", type=int, help="Most sequences a worker computes in one step.")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="How KV moves. Default: %(default)s.")
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="How KV moves; auto: shm, or tcp where shm does not reach. Default: %(default)s.",
+    )
     parser.add_argument("--strict-handoff", action="store_true", help="Fail a request whose prompt is not computed by a prefill worker.")  # fmt: skip # noqa: E501
     parser.add_argument("--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s.")  # fmt: skip # noqa: E501
     parser.add_argument(
         "--state-dir", type=absolute_path, help="State, secret and logs of this cluster. Default: a new one."
     )
     parser.add_argument("--log-dir", type=absolute_path, help="Logs of its processes. Default: in the state directory.")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    parser.add_argument("--no-restart", action="store_true", help="Do not start a process again that died.")
-    parser.add_argument("--start-timeout", type=float, default=180.0, metavar="SECONDS", help="Default: %(default)g.")
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="Least severe log lines. Default: %(default)s.",
+    )
+    parser.add_argument("--no-restart", action="store_true", help="Do not restart a process that has died.")
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=180.0,
+        metavar="SECONDS",
+        help="Longest wait until all is up. Default: %(default)g.",
+    )
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS", help="Time for running requests to finish at the end. Default: %(default)g.")  # fmt: skip # noqa: E501
 
 

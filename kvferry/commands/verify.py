@@ -22,7 +22,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=8, help="Requests at once. Default: %(default)s.")
     parser.add_argument("--variant", action="append", metavar="TEXT", help="Only variants whose name contains TEXT; repeatable.")  # fmt: skip # noqa: E501
     parser.add_argument("--no-transformers", action="store_true", help="Compare with one process only.")
-    parser.add_argument("--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Default: %(default)s.")
+    parser.add_argument(
+        "--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s."
+    )
 
 
 def _run(arguments: argparse.Namespace, console: Console) -> int:
