@@ -8,9 +8,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
+
+from runtime.errors import ErrorCode, KvferryError
 
 _Result = TypeVar("_Result")
 
@@ -73,15 +76,22 @@ def one_process(model: str, cache_dir: Path, cases: Sequence[ReferenceCase]) -> 
 
 
 def transformers_greedy(model: str, cases: Sequence[ReferenceCase]) -> list[list[int]]:
-    """Tokens of `transformers.generate` in fp32, greedy. Raises ImportError without transformers, KvferryError for an
-    unknown model. Reads the original checkpoint, not the prepared one: a wrong conversion would show."""
+    """Tokens of `transformers.generate` in fp32, greedy. Reads the original checkpoint, not the prepared one: a wrong
+    conversion would show. Raises KvferryError for an unknown model, or UNAVAILABLE when a package is missing."""
+    from engine.model_source import SourceKind, resolve_source
+
+    source = resolve_source(model)
+    packages = ("transformers", "accelerate", "gguf") if source.kind is SourceKind.GGUF else ("transformers",)
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise KvferryError(
+            ErrorCode.UNAVAILABLE,
+            f"to compare with transformers, `pip install {' '.join(missing)}`, or leave it out with --no-transformers",
+        )
     import torch
     from transformers import AutoModelForCausalLM
 
-    from engine.model_source import SourceKind, resolve_source
-
     torch.set_num_threads(1)
-    source = resolve_source(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if source.kind is SourceKind.GGUF:

@@ -178,7 +178,7 @@ async def _cluster(options: VerifyOptions, variant: Variant, say: Callable[[str]
     )
 
     def on_event(event: ClusterEvent) -> None:
-        if event.kind in ("died", "killed", "gave_up"):
+        if event.kind in ("died", "killed"):
             say(f"{variant.name}: {event.name} {event.kind}: {event.text}")
 
     cluster = LocalCluster(spec, RunDir.create(), on_event)

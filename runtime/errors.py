@@ -1,11 +1,14 @@
 """The one failure type that crosses module and process borders, and its HTTP and gRPC faces."""
 
+from contextlib import suppress
+
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvferry_rpc import common_pb2
 from kvferry_rpc.common_pb2 import ErrorCode
 
-__all__ = ["ErrorCode", "KvferryError", "invalid"]
+__all__ = ["ERROR_METADATA_KEY", "ErrorCode", "KvferryError", "invalid"]
 
 _STATUS: dict["ErrorCode.ValueType", tuple[int, grpc.StatusCode]] = {
     ErrorCode.INVALID_REQUEST: (400, grpc.StatusCode.INVALID_ARGUMENT),
@@ -22,6 +25,9 @@ _STATUS: dict["ErrorCode.ValueType", tuple[int, grpc.StatusCode]] = {
 
 _MAX_MESSAGE_CHARS = 2000
 
+ERROR_METADATA_KEY = "kvferry-error-bin"
+"""Trailing metadata of a failed public call: the serialised Error, which says more than a gRPC status can."""
+
 
 class KvferryError(Exception):
     """A failure that a caller can act on.
@@ -36,6 +42,10 @@ class KvferryError(Exception):
         self.message = message[:_MAX_MESSAGE_CHARS]
         self.field = field
         self.retry_after_ms = retry_after_ms
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without this an error could not come back from a process that this one started.
+        return _rebuild, (self.code, self.message, self.field, self.retry_after_ms)
 
     @property
     def code_name(self) -> str:
@@ -66,15 +76,26 @@ class KvferryError(Exception):
 
     @classmethod
     def from_rpc(cls, error: grpc.RpcError, peer: str) -> "KvferryError":
-        """What a broken or refused call to `peer` means to a request: every gRPC status maps to one code."""
+        """What a broken or refused call to `peer` means to a request.
+
+        The Error that a kvferry server sent along, if there is one; otherwise every gRPC status maps to one code.
+        """
         # An AioRpcError has a status like a Call, without being one.
         answered = isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+        sent_along = dict(error.trailing_metadata() or ()).get(ERROR_METADATA_KEY) if answered else None
+        if isinstance(sent_along, bytes):
+            with suppress(DecodeError):
+                return cls.from_proto(common_pb2.Error.FromString(sent_along))
         status = error.code() if answered else grpc.StatusCode.UNKNOWN
         detail = (error.details() if answered else None) or str(status)
         for code, (_, candidate) in _STATUS.items():
             if candidate is status:
                 return cls(code, f"{peer}: {detail}")
         return cls(ErrorCode.INTERNAL, f"{peer}: {detail}")
+
+
+def _rebuild(code: "ErrorCode.ValueType", message: str, field: str, retry_after_ms: int) -> KvferryError:
+    return KvferryError(code, message, field=field, retry_after_ms=retry_after_ms)
 
 
 def invalid(field: str, message: str) -> KvferryError:
