@@ -1,6 +1,7 @@
 """The one failure type that crosses module and process borders, and its HTTP and gRPC faces."""
 
 from contextlib import suppress
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -82,7 +83,8 @@ class KvferryError(Exception):
         """
         # An AioRpcError has a status like a Call, without being one.
         answered = isinstance(error, grpc.Call | grpc.aio.AioRpcError)
-        sent_along = dict(error.trailing_metadata() or ()).get(ERROR_METADATA_KEY) if answered else None
+        trailing: Any = (error.trailing_metadata() if answered else None) or ()
+        sent_along = dict(trailing).get(ERROR_METADATA_KEY)
         if isinstance(sent_along, bytes):
             with suppress(DecodeError):
                 return cls.from_proto(common_pb2.Error.FromString(sent_along))
