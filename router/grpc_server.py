@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -59,7 +59,7 @@ class PublicService(public_pb2_grpc.KvferryServicer):
         request_id = "gen-" + secrets.token_hex(12)
         with request_context(request_id):
             async with _answering(context):
-                with self._counting_refusals():
+                with self._services.at_door():
                     job = await self._prepare(request, request_id, context.time_remaining())
                 texts = generate(self._services.source, job, self._services.tokenizer.tokenizer)
                 async with aclosing(texts):
@@ -92,15 +92,6 @@ class PublicService(public_pb2_grpc.KvferryServicer):
         return receipt
 
     # ---- inside ----
-
-    @contextmanager
-    def _counting_refusals(self) -> Any:
-        """Failures in here happen before the source sees the request, so nobody else counts them."""
-        try:
-            yield
-        except KvferryError as error:
-            self._services.refused_at_door(error)
-            raise
 
     async def _prepare(
         self, request: GenerateRequest, request_id: str, time_remaining_s: float | None

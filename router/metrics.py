@@ -28,6 +28,7 @@ _REJECTIONS = frozenset(
 )
 _TRANSPORTS = frozenset({"shm", "tcp", "memory", "ucx", "nixl", LOCAL_TRANSPORT})
 _OUTCOMES = ("ok", "cancelled", "rejected", "failed")
+_DOOR_OUTCOMES = {ErrorCode.CANCELLED: "cancelled", ErrorCode.INTERNAL: "failed"}
 
 
 class RequestMeter:
@@ -116,9 +117,10 @@ class RouterMetrics:
             self.ended.labels(outcome).inc()
 
     def refused_at_door(self, error: KvferryError) -> None:
-        """A front door refused a request before it reached the dispatcher. However many choices it asked for, one."""
+        """A request ended before it reached the dispatcher: refused, left by its client (CANCELLED), or met by a defect
+        (INTERNAL). However many choices it asked for, it counts as one."""
         self.received.inc()
-        self.ended.labels("cancelled" if error.code == ErrorCode.CANCELLED else "rejected").inc()
+        self.ended.labels(_DOOR_OUTCOMES.get(error.code, "rejected")).inc()
 
     def handoff_committed(self, receipt: KVReceipt) -> None:
         """An attempt placed its KV and finished."""

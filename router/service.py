@@ -23,9 +23,11 @@ from router.worker_links import WorkerLinks
 from router.worker_registry import WorkerRegistry
 from runtime.clock import SystemClock
 from runtime.grpc_life import GrpcServer, channel
+from runtime.limits import MAX_BODY_BYTES
 from runtime.telemetry import new_registry
 
 _STOP_GRACE_S = 2.0
+_MAX_PUBLIC_MESSAGE_BYTES = MAX_BODY_BYTES + 64 * 1024  # The longest prompt, and all the fields beside it.
 _ANY_CONTEXT = 2**20  # No worker and no file says how long it is: nothing is refused for its length yet.
 
 _log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class RouterService:
             max_requests=config.max_in_flight + config.max_queued,
         )
         self._http = HttpServer(build_app(services), host=config.host, port=config.http_port)
-        self._public = GrpcServer(config.host, config.grpc_port)
+        self._public = GrpcServer(config.host, config.grpc_port, max_received_bytes=_MAX_PUBLIC_MESSAGE_BYTES)
         self._internal = GrpcServer(config.internal_host or config.host, config.internal_port, secret=secret)
         self._add_services(services)
 

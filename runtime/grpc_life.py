@@ -18,6 +18,7 @@ from runtime.secret_channel import SecretChannel
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 PING_INTERVAL_S = 10.0
 PING_TIMEOUT_S = 10.0
+_HANDLERS_END_TIMEOUT_S = 5.0
 
 if TYPE_CHECKING:  # generic in the stubs only
     _Handler = grpc.RpcMethodHandler[Any, Any]
@@ -25,16 +26,18 @@ if TYPE_CHECKING:  # generic in the stubs only
 _Servicer = TypeVar("_Servicer")
 _Options = tuple[tuple[str, int], ...]
 
-_MESSAGE_OPTIONS: _Options = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
+
+def _message_options(max_received_bytes: int = MAX_MESSAGE_BYTES) -> _Options:
+    return (
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_received_bytes),
+    )
 
 
 def channel_options(ping_interval_s: float = PING_INTERVAL_S) -> _Options:
     """Options of every client channel, synchronous or not: pings also while nothing is called, quick reconnects."""
     return (
-        *_MESSAGE_OPTIONS,
+        *_message_options(),
         ("grpc.keepalive_time_ms", round(ping_interval_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -49,10 +52,10 @@ def channel_options(ping_interval_s: float = PING_INTERVAL_S) -> _Options:
     )
 
 
-def server_options() -> _Options:
+def server_options(max_received_bytes: int = MAX_MESSAGE_BYTES) -> _Options:
     """Options of every server: any ping rate is accepted, silent peers are noticed, a port is never shared."""
     return (
-        *_MESSAGE_OPTIONS,
+        *_message_options(max_received_bytes),
         ("grpc.keepalive_time_ms", round(2 * PING_INTERVAL_S * 1000)),
         ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -84,15 +87,19 @@ class GrpcServer:
     `set_serving(True)`.
     """
 
-    def __init__(self, host: str, port: int = 0, *, secret: bytes | None = None) -> None:
-        """`port` 0 takes any free one. `secret` is required if an internal service is going to be added."""
+    def __init__(
+        self, host: str, port: int = 0, *, secret: bytes | None = None, max_received_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        """`port` 0 takes any free one. `secret` is required if an internal service is going to be added.
+        A message larger than `max_received_bytes` ends its call with RESOURCE_EXHAUSTED, unparsed."""
         self._host = host
         self._port = port
         self._secret = secret
         self._internal: set[str] = set()
         self._services: list[str] = []
-        interceptor = _SecretInterceptor(self._internal, secret or b"")
-        self._server = grpc.aio.server(interceptors=[interceptor], options=server_options())
+        self._handlers = _RunningHandlers()
+        interceptors = [self._handlers, _SecretInterceptor(self._internal, secret or b"")]
+        self._server = grpc.aio.server(interceptors=interceptors, options=server_options(max_received_bytes))
         self._health = health.aio.HealthServicer()
         self._stopping: asyncio.Task[None] | None = None
 
@@ -149,7 +156,9 @@ class GrpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Say NOT_SERVING, refuse new calls, let running ones finish for `grace_s`, then cut them. Idempotent."""
+        """Say NOT_SERVING, refuse new calls, let running ones finish for `grace_s`, then cut them. Idempotent.
+
+        No handler runs any more afterwards, so what they use can be closed, and the event loop too."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop(grace_s))
         await asyncio.shield(self._stopping)
@@ -157,6 +166,30 @@ class GrpcServer:
     async def _stop(self, grace_s: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+        await self._handlers.wait_ended(_HANDLERS_END_TIMEOUT_S)
+
+
+class _RunningHandlers(grpc.aio.ServerInterceptor):
+    """Knows the tasks of the calls under way: gRPC's own `stop` cancels their handlers but does not wait for them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "_Handler | None":
+        task = asyncio.current_task()  # The one that will run the handler.
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await continuation(handler_call_details)
+
+    async def wait_ended(self, timeout_s: float) -> None:
+        """Return when no handler runs, or after `timeout_s`."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
 
 
 class _SecretInterceptor(grpc.aio.ServerInterceptor):

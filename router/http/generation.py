@@ -13,8 +13,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -34,7 +34,7 @@ from router.generation_plan import (
 )
 from router.http.asgi import RawHeaders, Receive, Scope, Send, send_body
 from router.http.choices import interleave
-from router.http.errors import ClientGone, HttpError, to_http_error
+from router.http.errors import ClientGone, to_http_error
 from router.http.json_body import BodyReader, decode_body
 from router.http.openai_requests import ChatBody, CompletionBody
 from router.http.openai_responses import Answer, AnswerHead, AnswerShape, ChatShape, CompletionShape, usage_of
@@ -135,31 +135,19 @@ class GenerationEndpoint(Generic[B]):
     async def _answer(self, request_id: str, headers: Headers, receive: Receive, send: Send) -> int:
         """Returns the status that tells how it went; a failure inside a stream has one too."""
         with ExitStack() as held:
-            with self._counting_refusals():
+            with self._services.at_door():
                 if self._services.draining():
                     raise KvferryError(ErrorCode.UNAVAILABLE, "This router is shutting down.", retry_after_ms=1000)
                 held.enter_context(self._cap)
                 plan = await self._plan(headers, receive)
             with ClientWatch(receive):
-                with self._counting_refusals():
+                with self._services.at_door():
                     job = await self._prepare(plan, request_id)
                 if plan.stream:
                     return await self._stream(job, send)
                 data = await self._collect(job)
             await send_body(send, 200, data, headers=job.headers)
             return 200
-
-    @contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
-        """Failures in here happen before the source sees the request, so nobody else counts them."""
-        try:
-            yield
-        except KvferryError as error:
-            self._services.refused_at_door(error)
-            raise
-        except HttpError as error:
-            self._services.refused_at_door(KvferryError(ErrorCode.INVALID_REQUEST, error.message))
-            raise
 
     async def _plan(self, headers: Headers, receive: Receive) -> GenerationPlan:
         body = await decode_body(await self._bodies.read(headers, receive), self._kind.body_type)

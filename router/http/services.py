@@ -1,11 +1,14 @@
 """What the HTTP front door needs from the rest of the router, in one value."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvferry_rpc.common_pb2 import KVReceipt
+from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
 from router.generation import TokenSource
 from router.generation_plan import ModelLimits
+from router.http.errors import ClientGone, HttpError
 from router.text.tokenizer import AsyncTokenizer
 from runtime.clock import Clock
 from runtime.errors import KvferryError
@@ -39,3 +42,21 @@ class Services:
     request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
     quiet_s: float = 10.0
     max_requests: int = 1024
+
+    @contextmanager
+    def at_door(self) -> Iterator[None]:
+        """What a front door does before the source sees the request: if it ends in here, nobody else counts it."""
+        try:
+            yield
+        except KvferryError as error:
+            self.refused_at_door(error)
+            raise
+        except HttpError as error:
+            self.refused_at_door(KvferryError(ErrorCode.INVALID_REQUEST, error.message))
+            raise
+        except (ClientGone, asyncio.CancelledError):
+            self.refused_at_door(KvferryError(ErrorCode.CANCELLED, "the client left"))
+            raise
+        except Exception:
+            self.refused_at_door(KvferryError(ErrorCode.INTERNAL, "a defect"))
+            raise

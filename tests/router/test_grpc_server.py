@@ -226,6 +226,27 @@ async def test_a_caller_that_cancels_cancels_the_generation() -> None:
         assert client.door.source.running == set()
 
 
+async def test_a_caller_that_cancels_while_its_prompt_is_tokenised_is_counted() -> None:
+    async with serving(lambda request: [[5]]) as client:
+        asked, counted = asyncio.Event(), asyncio.Event()
+
+        async def endless_encode(text: str, **_: object) -> list[int]:
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                asyncio.get_running_loop().call_soon(counted.set)
+            return []
+
+        client.door.services.tokenizer.encode = endless_encode  # type: ignore[method-assign]
+        call = client.stub.Generate(public_pb2.GenerateRequest(model=MODEL, text="x"))
+        await asyncio.wait_for(asked.wait(), 5)
+        call.cancel()
+        await asyncio.wait_for(counted.wait(), 5)
+        assert client.door.refused == ["cancelled"]
+        assert client.door.source.requests == []
+
+
 async def test_the_callers_deadline_is_the_requests_deadline_and_ends_it() -> None:
     async with serving(lambda request: [asyncio.Event()]) as client:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

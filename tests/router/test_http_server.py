@@ -387,6 +387,18 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenised_starts_nothing
     call.disconnect()
     await asyncio.wait_for(call.task, 5)
     assert door.source.requests == []
+    assert door.refused == ["cancelled"]  # Nobody else could count it.
+
+
+async def test_a_defect_before_the_cluster_sees_the_request_is_counted_too() -> None:
+    door = Door(says("x"))
+
+    async def broken_encode(text: str) -> list[int]:
+        raise RuntimeError
+
+    door.services.tokenizer.encode = broken_encode  # type: ignore[method-assign,assignment]
+    assert (await door.post(COMPLETIONS, completion_body())).status_code == 500
+    assert door.refused == ["internal"]
 
 
 @pytest.mark.parametrize(("given", "logged"), [("abc-1", "abc-1"), ("a b\t", "-"), ("x" * 200, "-"), ("", "-")])

@@ -178,6 +178,15 @@ def test_a_refusal_names_the_field_and_the_reason(body: dict[str, Any], field: s
     assert words in error.message
 
 
+@pytest.mark.parametrize("piece", [" - at `$", "`", "Object contains unknown field `", " - at `$.a[...]`"])
+def test_names_made_to_look_like_a_refusal_are_worked_off_in_linear_time(piece: str) -> None:
+    # H034: what is quadratic here takes minutes.
+    name = piece * (1_000_000 // len(piece))
+    for problem in (name, name + "x", f"Object contains unknown field `{name}`", f"Expected `int` - at `$.{name}`"):
+        json_body._refusal(problem)
+    assert refusal(json.dumps({name[:3000]: 1}).encode()).http_status == 400
+
+
 def test_a_float_that_is_no_number_is_let_through_to_its_check() -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": ""}], "temperature": NaN}'
     assert str(decode(body, ChatBody).temperature) == "nan"

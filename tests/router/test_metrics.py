@@ -71,6 +71,16 @@ def test_a_refusal_at_the_door_is_received_and_rejected() -> None:
     assert setup.value("kvferry_requests_ended_total", outcome="rejected") == 3
 
 
+@pytest.mark.parametrize(("code", "outcome"), [(ErrorCode.CANCELLED, "cancelled"), (ErrorCode.INTERNAL, "failed")])
+def test_a_request_that_was_left_or_met_a_defect_at_the_door_is_not_called_rejected(
+    code: "ErrorCode.ValueType", outcome: str
+) -> None:
+    setup = Setup()
+    setup.metrics.refused_at_door(KvferryError(code, ""))
+    assert setup.value("kvferry_requests_received_total") == 1
+    assert setup.value("kvferry_requests_ended_total", outcome=outcome) == 1
+
+
 def test_times_are_those_of_the_tokens() -> None:
     setup = Setup()
     with setup.metrics.request() as meter:

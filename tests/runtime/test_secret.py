@@ -1,3 +1,4 @@
+import hmac
 import stat
 from pathlib import Path
 
@@ -45,3 +46,17 @@ def test_only_the_exact_secret_matches() -> None:
         [("authorization", secret)],
     ):
         assert not secret_matches(secret, metadata)
+
+
+def test_a_secret_is_compared_in_constant_time_and_never_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # H033
+    compared: list[tuple[bytes, bytes]] = []
+
+    def watched(shown: bytes, secret: bytes) -> bool:
+        compared.append((shown, secret))
+        return False
+
+    monkeypatch.setattr(hmac, "compare_digest", watched)
+    for shown in (b"", b"0123456789abcdef", "key in cyrillic: \u043a\u043b\u044e\u0447"):
+        assert not secret_matches(b"0123456789abcdef", [(SECRET_METADATA_KEY, shown)])
+    assert len(compared) == 3

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.client import Client
-from kvferry.run_dir import process_start_ticks
+from kvferry.run_dir import live_state, process_start_ticks
 from kvferry_rpc.public_pb2 import ClusterStateResponse
 
 TINY_REAL = Path(__file__).parents[1] / "data" / "tiny-real"
 REST_TIMEOUT_S = 60.0
+# What Python, asyncio or gRPC write when an exception was nobody's.
+_LOST_EXCEPTIONS = ("Traceback", "never retrieved", "never awaited", "was destroyed but it is pending", "ignored in")
 
 
 @dataclass
@@ -54,11 +56,22 @@ class LiveCluster:
             assert time.monotonic() < deadline, f"not at rest: {resting_problems(state)}"
             time.sleep(0.1)
 
+    def pid(self, name: str) -> int:
+        """Its pid now: the launcher starts again what dies."""
+        state = live_state(self.state_dir)
+        assert state is not None, "the launcher is gone"
+        return next(int(process["pid"]) for process in state["processes"] if process["name"] == name)
+
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.pids[name], number)
+        os.kill(self.pid(name), number)
 
     def log(self, name: str) -> str:
         return (self.state_dir / "logs" / f"{name}.log").read_text()
+
+    def lost_exceptions(self) -> dict[str, str]:
+        """The logs, by process, that show an exception which nobody handled."""
+        logs = {path.stem: path.read_text() for path in (self.state_dir / "logs").iterdir()}
+        return {name: log for name, log in logs.items() if any(sign in log for sign in _LOST_EXCEPTIONS)}
 
 
 def resting_problems(state: ClusterStateResponse) -> list[str]:
@@ -74,7 +87,8 @@ def resting_problems(state: ClusterStateResponse) -> list[str]:
 
 @contextmanager
 def live_cluster(directory: Path, *flags: str, model: str | Path = TINY_REAL) -> Iterator[LiveCluster]:
-    """Start `kvferry up` with free ports; at the end drain it, and insist that it ends well and leaves no process."""
+    """Start `kvferry up` with free ports; at the end drain it, and insist that it ends well and leaves no process
+    and, in no log, an exception that nobody handled."""
     state_dir = directory / "state"
     command = [sys.executable, "-m", "kvferry", "up", "--model", str(model), "--http-port", "0", "--grpc-port", "0"]
     command += ["--state-dir", str(state_dir), "--cache-dir", str(directory / "models"), "--json", *flags]
@@ -83,10 +97,13 @@ def live_cluster(directory: Path, *flags: str, model: str | Path = TINY_REAL) ->
     try:
         cluster = _wait_serving(launcher, state_dir, errors.name)
         yield cluster
+        pids = [*cluster.pids.items(), *((name, cluster.pid(name)) for name in cluster.pids)]
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=60) == 0, Path(errors.name).read_text()
-        left = [name for name, pid in cluster.pids.items() if process_start_ticks(pid) is not None]
+        left = [name for name, pid in pids if process_start_ticks(pid) is not None]
         assert not left, f"left running: {left}"
+        assert "Traceback" not in Path(errors.name).read_text()
+        assert cluster.lost_exceptions() == {}
     finally:
         launcher.kill()  # its processes end when their standard input closes
         launcher.wait()

@@ -1,0 +1,222 @@
+"""What clients see when processes behind the front door, or the router itself, are killed, stopped or told to end.
+
+The launcher starts again what dies, so one cluster serves all of these tests.
+"""
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry_rpc.public_pb2 import ClusterStateResponse, WorkerState
+from runtime.errors import KvferryError
+from tests.support.live_cluster import LiveCluster, live_cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
+MODEL = "tiny-real"
+WORKERS = {"prefill-0", "decode-0", "decode-1"}
+DECODES = ("decode-0", "decode-1")
+
+
+@pytest.fixture(scope="module")
+def restarting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with live_cluster(tmp_path_factory.mktemp("restarting"), "--decode", "2", "--num-blocks", "512") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def whole(restarting: LiveCluster) -> Iterator[LiveCluster]:
+    """The cluster with all its workers; afterwards nothing may be held anywhere."""
+    _wait_until(restarting, lambda state: {w.worker_id for w in state.workers if w.state == "ready"} == WORKERS)
+    yield restarting
+    _wait_until(restarting, lambda state: len(state.workers) == len(WORKERS))
+    restarting.wait_at_rest()
+
+
+def _wait_until(cluster: LiveCluster, condition: Callable[[ClusterStateResponse], bool]) -> ClusterStateResponse:
+    """The first state that fulfils the condition; the router may be away meanwhile. It can only be looked at."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            if condition(state := cluster.state()):
+                return state
+            seen: object = state
+        except KvferryError as error:
+            seen = error
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.05)
+
+
+def _worker(state: ClusterStateResponse, name: str) -> WorkerState | None:
+    return next((worker for worker in state.workers if worker.worker_id == name), None)
+
+
+def _body(prompt: str, max_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, **fields}
+
+
+def _post(cluster: LiveCluster, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{cluster.base_url}/v1/completions", json=_body(max_tokens=4, **fields), timeout=60)
+
+
+def _ready(cluster: LiveCluster) -> int:
+    return httpx.get(f"{cluster.base_url}/ready", timeout=30).status_code
+
+
+class Stream:
+    """One streamed completion, read by a task. `started` is set at its third event."""
+
+    def __init__(self, http: httpx.AsyncClient, prompt: str, max_tokens: int) -> None:
+        self.started = asyncio.Event()
+        self.events: list[Any] = []
+        self._body = _body(prompt, max_tokens, stream=True)
+        self.task = asyncio.create_task(self._read(http))
+
+    @property
+    def text(self) -> str:
+        return "".join(choice["text"] for event in self.events for choice in event.get("choices", ()))
+
+    async def _read(self, http: httpx.AsyncClient) -> bool:
+        """True when it came to its [DONE], False when it ended otherwise."""
+        try:
+            async with http.stream("POST", "/v1/completions", json=self._body) as answer:
+                assert answer.status_code == 200
+                async for line in answer.aiter_lines():
+                    if line == "data: [DONE]":
+                        return True
+                    if line.startswith("data: "):
+                        self.events.append(json.loads(line[6:]))
+                    if len(self.events) >= 3:
+                        self.started.set()
+        except httpx.TransportError:
+            pass
+        return False
+
+
+def _client(cluster: LiveCluster) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=cluster.base_url, timeout=60, limits=httpx.Limits(max_connections=64))
+
+
+async def _start_streams(http: httpx.AsyncClient, count: int, max_tokens: int) -> list[Stream]:
+    streams = [Stream(http, f"Story {number}. " * 4, max_tokens) for number in range(count)]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(stream.started.wait() for stream in streams))
+    return streams
+
+
+def test_a_burst_on_the_hottest_prefix_of_a_killed_worker_fails_nobody(whole: LiveCluster) -> None:
+    prefix = "Once upon a time there was a fox who would not be hurried. " * 30
+    warm = _post(whole, prompt=prefix, kv_receipt=True).json()
+    victim = warm["kv_receipt"]["decode_worker"]
+
+    async def burst() -> list[httpx.Response]:
+        async with _client(whole) as http:
+            whole.kill(victim)
+            return await asyncio.gather(*(http.post("/v1/completions", json=_body(prefix, 4)) for _ in range(50)))
+
+    answers = asyncio.run(burst())
+    assert [answer.status_code for answer in answers] == [200] * 50
+    assert {answer.json()["choices"][0]["text"] for answer in answers} == {warm["choices"][0]["text"]}
+
+
+def test_a_killed_router_comes_back_on_its_ports_and_finds_its_workers_and_their_caches(whole: LiveCluster) -> None:
+    prompt = "The same long beginning for all who ask. " * 30
+    _post(whole, prompt=prompt)
+    pids = {worker.pid for worker in whole.state().workers}
+    router_id = whole.state().router_id
+
+    async def cut() -> list[bool]:
+        async with _client(whole) as http:
+            streams = await _start_streams(http, 6, 2000)
+            whole.kill("router")
+            async with asyncio.timeout(30):
+                return await asyncio.gather(*(stream.task for stream in streams))
+
+    assert asyncio.run(cut()) == [False] * 6
+    state = _wait_until(whole, lambda state: state.router_id != router_id and len(state.workers) == len(WORKERS))
+    assert {worker.pid for worker in state.workers} == pids
+    # What the lost router had started is nobody's any more.
+    whole.wait_at_rest()
+    assert _ready(whole) == 200
+    receipt = _post(whole, prompt=prompt, kv_receipt=True).json()["kv_receipt"]
+    # The reason is made from the router's own index, which it can only have from the workers.
+    assert f"{receipt['prefill_worker']} has 0 of" not in receipt["plan_reason"]
+    assert receipt["prefill_worker"] == "prefill-0"
+
+
+def test_a_router_told_to_stop_finishes_its_streams_and_takes_no_new_ones(whole: LiveCluster) -> None:
+    async def undisturbed() -> list[str]:
+        async with _client(whole) as http:
+            streams = await _start_streams(http, 20, 150)
+            assert await asyncio.gather(*(stream.task for stream in streams)) == [True] * 20
+            return [stream.text for stream in streams]
+
+    async def disturbed() -> list[str]:
+        async with _client(whole) as http:
+            streams = await _start_streams(http, 20, 150)
+            whole.kill("router", signal.SIGTERM)
+            while (await http.get("/ready")).status_code == 200:  # noqa: ASYNC110 - another process's state
+                await asyncio.sleep(0.01)
+            assert (await http.get("/health")).status_code == 200
+            refused = await http.post("/v1/completions", json=_body("Too late", 4))
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert not all(stream.task.done() for stream in streams)
+            assert await asyncio.gather(*(stream.task for stream in streams)) == [True] * 20
+            return [stream.text for stream in streams]
+
+    expected = asyncio.run(undisturbed())
+    router_id = whole.state().router_id
+    assert asyncio.run(disturbed()) == expected
+    _wait_until(whole, lambda state: state.router_id != router_id)
+    ends = [event["text"] for event in whole.events if event["event"] == "died" and event["name"] == "router"]
+    assert ends[-1] == "exited with status 0"
+
+
+def test_stopped_workers_are_avoided_and_readiness_says_when_none_is_left(whole: LiveCluster) -> None:
+    whole.kill("decode-0", signal.SIGSTOP)
+    try:
+        _wait_until(whole, lambda state: (w := _worker(state, "decode-0")) is None or w.state == "stalled")
+        assert _ready(whole) == 200
+        receipts = [_post(whole, prompt=f"Number {n}", kv_receipt=True).json()["kv_receipt"] for n in range(8)]
+        assert {receipt["decode_worker"] for receipt in receipts} == {"decode-1"}
+        whole.kill("decode-1", signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while _ready(whole) == 200:
+            assert time.monotonic() < deadline, "readiness does not notice"
+            time.sleep(0.1)
+        assert _ready(whole) == 503
+        assert httpx.get(f"{whole.base_url}/health", timeout=30).status_code == 200
+    finally:
+        for name in DECODES:
+            whole.kill(name, signal.SIGCONT)
+    _wait_until(whole, lambda state: all((w := _worker(state, name)) and w.state == "ready" for name in DECODES))
+    assert _ready(whole) == 200
+    assert _post(whole, prompt="Awake again").status_code == 200
+
+
+def test_with_the_last_decode_worker_killed_streams_end_in_an_error_event_and_new_requests_in_503(
+    whole: LiveCluster,
+) -> None:
+    async def run() -> None:
+        async with _client(whole) as http:
+            streams = await _start_streams(http, 4, 2000)
+            for name in DECODES:
+                whole.kill(name)
+            async with asyncio.timeout(30):
+                ends = await asyncio.gather(*(stream.task for stream in streams))
+            refused = await http.post("/v1/completions", json=_body("Anybody?", 4))
+        assert ends == [False] * 4
+        for stream in streams:
+            *chunks, last = stream.events
+            assert last["error"]["type"] == "service_unavailable_error"
+            assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+
+    asyncio.run(run())
