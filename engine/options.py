@@ -15,7 +15,6 @@ class EngineOptions:
     """Flags that size an engine."""
 
     model: str = required_flag("Model directory, .gguf file, prepared directory or known alias.")
-    served_model_name: str = flag("", "Name in requests and answers; empty takes the model's own.")
     cache_dir: Path = flag(DEFAULT_CACHE_DIR, "Where prepared models are kept.")
     block_size: int = flag(16, "Tokens a KV block; a power of two from 8 to 128.")
     num_blocks: int = flag(0, "Blocks in the KV pool; 0 takes a quarter of the free memory, 2 GiB at most.")

@@ -49,6 +49,8 @@ class ClusterSpec:
             raise ValueError("--prefill and --decode must not exceed 64 processes together on one host")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"--transport must be one of {', '.join(TRANSPORTS)}, not {self.transport!r}")
+        if self.block_size not in (None, 8, 16, 32, 64, 128):
+            raise ValueError("--block-size must be a power of two from 8 to 128")
         for flag, port in (("--http-port", self.http_port), ("--grpc-port", self.grpc_port)):
             if not 0 <= port <= 65535:
                 raise ValueError(f"{flag} must be 0 to 65535, not {port}")
@@ -70,7 +72,8 @@ class ClusterSpec:
 
     def router_argv(self, secret_file: Path, ports: dict[str, int]) -> tuple[str, ...]:
         """Command line of the router; `ports` holds http_port, grpc_port and internal_port (0 = any free one)."""
-        flags = {**self._common(secret_file), "host": self.host, "internal_host": INTERNAL_HOST, **ports}
+        name = {"served_model_name": self.served_model_name}
+        flags = {**self._common(secret_file), **name, "host": self.host, "internal_host": INTERNAL_HOST, **ports}
         strict = ("--strict-handoff",) if self.strict_handoff else ()
         return (*self.commands.router, *_flags(flags), *strict, "--exit-on-stdin-close")
 
@@ -94,7 +97,6 @@ class ClusterSpec:
     def _common(self, secret_file: Path) -> dict[str, Any]:
         return {
             "model": self.model_dir,
-            "served_model_name": self.served_model_name,
             "cluster_secret_file": secret_file,
             "drain_timeout_s": self.drain_timeout_s,
             "log_level": self.log_level,

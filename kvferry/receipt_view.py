@@ -25,6 +25,8 @@ def receipt_rows(receipt: KVReceipt) -> list[tuple[str, str]]:
     moved = receipt.prefill_worker != receipt.decode_worker
     checksum = receipt.checksum.hex() or "none"
     verified = "verified" if receipt.checksum_verified else "NOT VERIFIED"
+    if not receipt.checksum_verified and not receipt.decode_ms:
+        verified = "decode worker's half missing: a stop string ended the answer first"
     rows = [
         ("request_id", receipt.request_id),
         ("handoff_id", receipt.handoff_id or "none: prefill ran on the decode worker"),

@@ -8,7 +8,7 @@ from runtime.errors import invalid
 MAX_BODY_BYTES = 4 * 1024 * 1024
 MAX_PROMPT_CHARS = 4 * 1024 * 1024
 MAX_CHOICES = 16  # `n`, and `n` times the prompts of a list
-MAX_PROMPTS = 64
+MAX_PROMPTS = MAX_CHOICES
 MAX_MESSAGES = 2048
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256

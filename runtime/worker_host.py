@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 from kvferry_rpc.internal_pb2 import LoadReport, Register
 from runtime.config import flag, required_flag
+from runtime.errors import KvferryError
 from runtime.grpc_life import GrpcServer
 from runtime.in_flight import InFlight
 from runtime.kv_event_log import KVEventLog
@@ -46,6 +47,8 @@ class HostOptions:
         """Raises ValueError naming the flag."""
         if not self.worker_id or len(self.worker_id) > 128:
             raise ValueError("--worker-id must have 1 to 128 characters")
+        if self.host in ("", "0.0.0.0", "::"):
+            raise ValueError("--host is where others reach this worker: a wildcard address cannot be told to them")
         if not 0 <= self.port <= 65535:
             raise ValueError("--port must be 0 to 65535")
         if not self.routers:
@@ -106,8 +109,12 @@ async def host_worker(
     options: HostOptions, role: str, build: Callable[[bytes], HostedWorker], shutdown: asyncio.Event
 ) -> int:
     """Run a worker until it has drained; returns the exit status. `build(secret)` runs in a thread."""
-    secret = read_secret_file(options.cluster_secret_file)
-    worker = await asyncio.to_thread(build, secret)
+    try:
+        secret = read_secret_file(options.cluster_secret_file)
+        worker = await asyncio.to_thread(build, secret)
+    except (KvferryError, OSError, ValueError) as error:  # what a person can mend: one line, no traceback
+        _log.error("cannot start: %s", error)
+        return 1
     loop = asyncio.get_running_loop()
     dead = asyncio.Event()
 

@@ -1,15 +1,15 @@
 """The HTTP front door: OpenAI's API, and the endpoints of operation.
 
     GET  /v1/models, /v1/models/{id}     what is served here
-    POST /v1/chat/completions            http_generation.py
-    POST /v1/completions                 http_generation.py
+    POST /v1/chat/completions            generation.py
+    POST /v1/completions                 generation.py
     POST /tokenize                       token ids exactly as a generation would use them
     GET  /v1/receipts/{id}               the KV receipt of a recent request
     GET  /health                         this process is alive; says nothing of the workers
     GET  /ready                          requests can be served now, else 503 and the reason
     GET  /metrics                        Prometheus text
 
-Every failure has OpenAI's shape, also those of paths and methods. `http_protocol.py` holds the socket side.
+Every failure has OpenAI's shape, also those of paths and methods. `protocol.py` holds the socket side.
 """
 
 import time

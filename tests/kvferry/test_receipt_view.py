@@ -42,7 +42,14 @@ def test_every_field_of_the_receipt_is_in_its_table() -> None:
 def test_an_unverified_checksum_shouts() -> None:
     receipt = _receipt()
     receipt.checksum_verified = False
+    receipt.decode_ms = 12.0
     assert dict(receipt_rows(receipt))["checksum"] == "abcd (NOT VERIFIED)"
+
+
+def test_an_answer_cut_by_a_stop_string_says_why_a_half_is_missing() -> None:
+    receipt = _receipt()
+    receipt.checksum_verified = False
+    assert "stop string" in dict(receipt_rows(receipt))["checksum"]
 
 
 def test_a_local_prefill_claims_no_hand_off() -> None:
