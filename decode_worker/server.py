@@ -8,13 +8,16 @@ from typing import Any
 
 import grpc
 
-from decode_worker.worker import AdmitRequest, CancelRequest, Command, DecodeView, SessionClosed
+from decode_worker.worker import AdmitRequest, CancelRequest, Command, DecodeView, SessionClosed, sequence_id
 from engine.loop import EngineLoop
 from engine.wire import DoorLimits, build_sequence
 from kvferry_rpc import internal_pb2, internal_pb2_grpc
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
 from runtime.in_flight import InFlight
+
+# Of one message: with 20 log probabilities each, far below what gRPC lets through.
+_MAX_EVENTS = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -46,10 +49,11 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
             while (batch := await session.next_events()) is not None:
                 yield batch
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            # First what must not be missed: the wait may be cut short by a second cancellation.
             session.close()
             self._engine_loop.notify(SessionClosed(session.session_id))
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
 
     async def _greet(
         self,
@@ -78,8 +82,8 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
 
     def _admit(self, admit: internal_pb2.Admit, session: "_Session") -> None:
         if not session.begin(admit.request_id, admit.attempt):
-            # An answer would end the first one, which is alive and well.
-            _log.warning("%s, attempt %d, was admitted twice: ignored", admit.request_id, admit.attempt)
+            # Nobody listens any more; or it is open already, and an answer would end the first one.
+            _log.warning("%s, attempt %d, was admitted twice or too late: ignored", admit.request_id, admit.attempt)
             return
         try:
             if self.draining:
@@ -90,7 +94,9 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
                     session_id=session.session_id,
                     request_id=admit.request_id,
                     attempt=admit.attempt,
-                    sequence=build_sequence(admit, self._limits),
+                    sequence=build_sequence(
+                        admit, self._limits, sequence_id(session.session_id, admit.request_id, admit.attempt)
+                    ),
                     local_prefill=admit.local_prefill,
                     deadline=now + admit.deadline_ms / 1e3,
                     emit=session.deliver,
@@ -106,7 +112,7 @@ class _Session:
     """Events on their way to one router, and which of its requests are open.
 
     What piles up while the router does not read is bounded by what its open requests can still produce, and leaves in
-    one message. `deliver` may be called from the engine thread; the rest is for the event loop.
+    as few messages as may hold it. `deliver` may be called from the engine thread; the rest is for the event loop.
     """
 
     def __init__(self, session_id: int, loop: asyncio.AbstractEventLoop, in_flight: InFlight) -> None:
@@ -119,8 +125,8 @@ class _Session:
         self._ended = False
 
     def begin(self, request_id: str, attempt: int) -> bool:
-        """Note an open request; False if it is open already."""
-        if (request_id, attempt) in self._open:
+        """Note an open request; False if it is open already, or the session has ended."""
+        if self._ended or (request_id, attempt) in self._open:
             return False
         self._open.add((request_id, attempt))
         self._in_flight.enter()
@@ -159,12 +165,13 @@ class _Session:
             self.forget(request_id, attempt)
 
     async def next_events(self) -> internal_pb2.DecodeEvents | None:
-        """Everything that is pending, as soon as there is something; None once the session has ended."""
+        """What is pending, as soon as there is something; None once the session has ended."""
         await self._wake.wait()
-        self._wake.clear()
         if self._ended:
             return None
-        events, self._pending = self._pending, []
+        events, self._pending = self._pending[:_MAX_EVENTS], self._pending[_MAX_EVENTS:]
+        if not self._pending:
+            self._wake.clear()
         for event in events:
             if event.WhichOneof("kind") in ("done", "failed"):
                 self.forget(event.request_id, event.attempt)

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from engine.engine import Engine, EngineLoad, SequenceOutput
 from engine.sequence import FinishReason, Sequence
-from engine.wire import attempt_id, finish_reason, publish_cache_changes, token_output, token_sample
+from engine.wire import finish_reason, publish_cache_changes, token_output, token_sample
 from kv_transfer.events import Committed, Failed, Fenced
 from kv_transfer.receiver import HandoffReceiver
 from kvferry_rpc import common_pb2, internal_pb2
@@ -39,8 +39,9 @@ _RETRY_AFTER_MS = 200
 
 @dataclass(frozen=True, slots=True)
 class AdmitRequest:
-    """A request of a session, checked by the server. `emit` takes the session's events of one step; it is called on
-    the owner thread and must not block. Times are on the worker's clock, in seconds."""
+    """A request of a session, checked by the server; its sequence has the name that `sequence_id` gives it. `emit`
+    takes the session's events of one step; it is called on the owner thread and must not block. Times are on the
+    worker's clock, in seconds."""
 
     session_id: int
     request_id: str
@@ -65,6 +66,12 @@ class SessionClosed:
     """A router is gone, and with it everybody who wanted its requests."""
 
     session_id: int
+
+
+def sequence_id(session_id: int, request_id: str, attempt: int) -> str:
+    """Name of an attempt's sequence. Routers choose request ids without knowing of each other: none can touch, or
+    stand in the way of, what another one has admitted under the same id."""
+    return f"{session_id}/{request_id}/{attempt}"
 
 
 Command = AdmitRequest | CancelRequest | SessionClosed | Committed | Failed | Fenced
@@ -117,7 +124,7 @@ class DecodeWorker:
             case AdmitRequest():
                 self._admit(command)
             case CancelRequest():
-                self._stop(attempt_id(command.request_id, command.attempt), None)
+                self._stop(sequence_id(command.session_id, command.request_id, command.attempt), None)
             case SessionClosed():
                 for seq_id in [key for key, job in self._jobs.items() if job.admit.session_id == command.session_id]:
                     self._stop(seq_id, None)
@@ -220,7 +227,6 @@ class DecodeWorker:
         result = self._engine.run(schedule)
         for output in self._engine.publish(schedule, result):
             self._on_output(output)
-        publish_cache_changes(self._engine.block_manager, self._log)
         self._flush()
         return True
 
@@ -298,7 +304,8 @@ class DecodeWorker:
     # ---- timers and views ----------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Deadlines; and the books, whenever everything has come to rest."""
+        """Deadlines; news of the prefix cache; and the books, whenever everything has come to rest."""
+        publish_cache_changes(self._engine.block_manager, self._log)
         for seq_id, job in list(self._jobs.items()):
             if now >= job.admit.deadline:
                 self._stop(

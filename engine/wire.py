@@ -40,15 +40,11 @@ class SequenceMessage(Protocol):
     def cache_salt(self) -> bytes: ...
 
 
-def attempt_id(request_id: str, attempt: int) -> str:
-    """Name of one attempt on one worker: of its sequence and of its hand-off."""
-    return f"{request_id}/{attempt}"
-
-
-def build_sequence(message: SequenceMessage, limits: DoorLimits) -> Sequence:
+def build_sequence(message: SequenceMessage, limits: DoorLimits, seq_id: str) -> Sequence:
     """A sequence from a message of a router, every field checked again: a worker trusts no caller.
 
-    Raises KvferryError (INVALID_REQUEST, CONTEXT_LENGTH_EXCEEDED).
+    `seq_id` names it on this worker; it must be one that no other caller can come to use. Raises KvferryError
+    (INVALID_REQUEST, CONTEXT_LENGTH_EXCEEDED).
     """
     if not message.request_id or len(message.request_id) > 128 or not message.attempt:
         raise invalid("request_id", "must have 1 to 128 characters, with an attempt of at least 1")
@@ -67,7 +63,7 @@ def build_sequence(message: SequenceMessage, limits: DoorLimits) -> Sequence:
     if not message.num_output_tokens < min(len(token_ids), message.sampling.max_tokens):
         raise invalid("num_output_tokens", "leaves no prompt or nothing to generate")
     return Sequence(
-        attempt_id(message.request_id, message.attempt),
+        seq_id,
         token_ids,
         SamplingParams.from_proto(message.sampling),
         max_context_tokens=limits.max_context_tokens,

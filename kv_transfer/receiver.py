@@ -240,9 +240,13 @@ class HandoffReceiver:
             thread = threading.Thread(target=self._serve, args=(channel,), name="kv-receive", daemon=True)
             with self._changed:
                 accepted = not self._closing and len(self._channels) < MAX_LINKS
-                if accepted:
-                    self._channels[channel] = thread
-                    thread.start()
+                try:
+                    if accepted:
+                        thread.start()  # it first needs the lock that we hold, when it ends
+                        self._channels[channel] = thread
+                except RuntimeError as error:  # the process has no thread left to give: refuse, and go on accepting
+                    accepted = False
+                    _log.warning("refused a link from %s: %s", channel.peer, error)
             if not accepted:
                 channel.stop()
                 channel.close()

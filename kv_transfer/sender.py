@@ -196,12 +196,17 @@ class HandoffSender:
     def _start(self, outlet: Outlet) -> None:
         """Begin to make the link. Soon after it could not be made, fail what was opened on it instead."""
         refusal = self._backoff.refusal(outlet.key, time.monotonic())
-        if refusal is not None:
-            self._apply(self._table.link_lost(outlet.link.number, refusal))
-            del self._outlets[outlet.key], self._links[outlet.link.number]
-            return
-        outlet.thread = threading.Thread(target=self._serve, args=(outlet,), name="kv-send", daemon=True)
-        outlet.thread.start()
+        if refusal is None:
+            thread = threading.Thread(target=self._serve, args=(outlet,), name="kv-send", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process has no thread left to give
+                refusal = Failure(f"no link to {outlet.worker_id}: {error}")
+            else:
+                outlet.thread = thread
+                return
+        self._apply(self._table.link_lost(outlet.link.number, refusal))
+        del self._outlets[outlet.key], self._links[outlet.link.number]
 
     def _serve(self, outlet: Outlet) -> None:
         """One link from its first packet to its end."""

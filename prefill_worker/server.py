@@ -32,7 +32,7 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
         with self.in_flight.track():
             events: asyncio.Queue[internal_pb2.PrefillEvent] = asyncio.Queue()
             try:
-                self._submit(request, events)
+                submit = self._submit(request, events)
             except KvferryError as error:
                 yield internal_pb2.PrefillEvent(error=error.to_proto())
                 return
@@ -44,23 +44,23 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
                     yield event
             finally:
                 if not over:
-                    self._engine_loop.notify(Cancel(request.ticket.handoff_id))
+                    self._engine_loop.notify(Cancel(submit))
 
-    def _submit(self, request: internal_pb2.PrefillRequest, events: asyncio.Queue[internal_pb2.PrefillEvent]) -> None:
+    def _submit(self, request: internal_pb2.PrefillRequest, events: asyncio.Queue[internal_pb2.PrefillEvent]) -> Submit:
         """Raises KvferryError for what is refused at the door."""
         if self.draining:
             raise KvferryError(ErrorCode.UNAVAILABLE, "this prefill worker is draining")
         loop = asyncio.get_running_loop()
         now = self._clock.now()
-        self._engine_loop.submit(
-            Submit(
-                sequence=build_sequence(request, self._limits),
-                ticket=request.ticket,
-                arrived_at=now,
-                deadline=now + request.deadline_ms / 1e3,
-                reply=lambda event: _deliver(loop, events, event),
-            )
+        submit = Submit(
+            sequence=build_sequence(request, self._limits, request.ticket.handoff_id),
+            ticket=request.ticket,
+            arrived_at=now,
+            deadline=now + request.deadline_ms / 1e3,
+            reply=lambda event: _deliver(loop, events, event),
         )
+        self._engine_loop.submit(submit)
+        return submit
 
 
 def _deliver(

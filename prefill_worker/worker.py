@@ -33,11 +33,14 @@ from runtime.kv_event_log import KVEventLog
 
 Reply = Callable[[internal_pb2.PrefillEvent], None]
 
+_MAX_HANDOFF_ID_CHARS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request, checked by the server. `reply` is called on the owner thread and must not block; the last event it
-    gets is `done` or `error`. Times are on the worker's clock, in seconds."""
+    """A request, checked by the server; its sequence has the hand-off's id for a name. `reply` is called on the owner
+    thread or a sender's and must not block; it gets the first token or not, and then one `done` or `error`, or nothing
+    more after a Cancel. Times are on the worker's clock, in seconds."""
 
     sequence: Sequence
     ticket: internal_pb2.Ticket
@@ -48,9 +51,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The router cancelled, or its call broke: nobody listens to this request any more."""
+    """The router cancelled, or its call broke: nobody listens to this request any more. It names the call, not the
+    hand-off: a second call with the same ticket must not end the first."""
 
-    handoff_id: str
+    submit: Submit
 
 
 Command = Submit | Cancel | SendEvent
@@ -68,23 +72,12 @@ class PrefillView:
 
 @dataclass(slots=True)
 class _Job:
-    """One request from `Submit` to `Drained`."""
+    """One request from `Submit` to `Drained`. The times are set before the commit, and only read after it."""
 
     submit: Submit
     started_at: float | None = None
+    sampled_at: float = 0.0
     quarantine_id: int | None = None
-    over: bool = False  # the router has had its last event, or is gone
-
-
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """What is known when the first token is sampled: this half of the receipt but for the transfer."""
-
-    reply: Reply
-    cached_tokens: int
-    arrived_at: float
-    started_at: float
-    sampled_at: float
 
 
 class PrefillWorker:
@@ -97,11 +90,10 @@ class PrefillWorker:
         self._block_size = engine.block_manager.block_size
         self._log = log
         self._clock = clock
-        self._jobs: dict[str, _Job] = {}  # by hand-off
-        self._handoff_of: dict[str, str] = {}  # by sequence
-        # By hand-off. Put in by the owner thread before the commit, taken out by whichever thread ends the hand-off;
-        # a dict's single operations are atomic.
-        self._computed: dict[str, _Computed] = {}
+        self._jobs: dict[str, _Job] = {}  # by hand-off, which is also the name of the sequence
+        # Jobs whose router waits for its last word. Whoever takes a job out, the owner thread or a sender's, has the
+        # right to that word: a dict's single operations are atomic, so it is said once.
+        self._unanswered: dict[str, _Job] = {}
         self._audited = True
         self._sent = self._failed = self._bytes_sent = 0
 
@@ -113,7 +105,7 @@ class PrefillWorker:
             case Submit():
                 self._submit(command)
             case Cancel():
-                self._stop(command.handoff_id, None)
+                self._on_cancel(command.submit)
             case Sent():
                 self._on_sent(command)
             case Failed():
@@ -128,18 +120,22 @@ class PrefillWorker:
         try:
             self._check_ticket(submit)
             self._engine.add(seq)
-            self._sender.open(ticket, seq.num_tokens, submit.deadline)
+            try:
+                self._sender.open(ticket, seq.num_tokens, submit.deadline)
+            except BaseException:
+                self._engine.cancel(seq.seq_id)
+                raise
         except (KvferryError, ValueError) as error:
-            self._engine.cancel(seq.seq_id)
             self._answer(submit, error if isinstance(error, KvferryError) else invalid("ticket", str(error)))
             return
-        self._jobs[ticket.handoff_id] = _Job(submit)
-        self._handoff_of[seq.seq_id] = ticket.handoff_id
+        self._jobs[ticket.handoff_id] = self._unanswered[ticket.handoff_id] = _Job(submit)
         self._audited = False
 
     def _check_ticket(self, submit: Submit) -> None:
         """Raises KvferryError for a ticket that does not fit the prompt, before anything is held for it."""
         ticket, num_blocks = submit.ticket, -(-submit.sequence.num_tokens // self._block_size)
+        if not 1 <= len(ticket.handoff_id) <= _MAX_HANDOFF_ID_CHARS:
+            raise invalid("ticket", f"its hand-off id must have 1 to {_MAX_HANDOFF_ID_CHARS} characters")
         if ticket.handoff_id in self._jobs:
             raise invalid("ticket", f"{ticket.handoff_id} is in use")
         if ticket.first_block + len(ticket.block_ids) != num_blocks:
@@ -156,14 +152,13 @@ class PrefillWorker:
         result = self._engine.run(schedule, on_layer=lambda layer: self._push_layer(pushes, layer))
         for output in self._engine.publish(schedule, result):
             self._on_output(output)
-        publish_cache_changes(self._engine.block_manager, self._log)
         return True
 
     def _plan_pushes(self, schedule: Schedule) -> list[tuple[str, int, tuple[int, ...]]]:
         """(hand-off, first prompt block, local blocks) that this step completes. Cached blocks go out right here."""
         pushes = []
         for item in schedule.items:
-            handoff_id = self._handoff_of[item.seq.seq_id]
+            handoff_id = item.seq.seq_id
             job = self._jobs[handoff_id]
             if job.started_at is None:
                 job.started_at = self._clock.now()
@@ -183,38 +178,38 @@ class PrefillWorker:
 
     def _on_output(self, output: SequenceOutput) -> None:
         seq = output.seq
-        handoff_id = self._handoff_of[seq.seq_id]
-        job = self._jobs[handoff_id]
+        handoff_id, job = seq.seq_id, self._jobs[seq.seq_id]
         if output.sample is None:
             error = output.error or KvferryError(ErrorCode.INTERNAL, "no token was sampled")
             self._stop(handoff_id, error)
             return
         token = token_output(seq.num_output_tokens - 1, output.sample)
-        now = self._clock.now()
-        self._computed[handoff_id] = _Computed(
-            job.submit.reply, seq.num_cached_tokens, job.submit.arrived_at, job.started_at or now, now
-        )
+        job.sampled_at = self._clock.now()
         job.quarantine_id = self._engine.quarantine(seq.seq_id)
-        self._sender.commit(handoff_id, CommitRecord(seq.num_arrival_tokens, token.SerializeToString()))
+        # Before the commit: `report_sent` may follow it at once, on another thread, and its word is the last.
         job.submit.reply(internal_pb2.PrefillEvent(first_token=token))
+        self._sender.commit(handoff_id, CommitRecord(seq.num_arrival_tokens, token.SerializeToString()))
 
     # ---- the ways out --------------------------------------------------------------------------------------------
 
     def report_sent(self, event: Sent) -> None:
         """Give the router this half of the receipt. Called by the sender's threads, before the event is handled."""
-        computed = self._computed.pop(event.handoff_id, None)
-        if computed is not None:
-            computed.reply(internal_pb2.PrefillEvent(done=_receipt_half(computed, event.stats)))
+        job = self._unanswered.pop(event.handoff_id, None)
+        if job is not None:
+            job.submit.reply(internal_pb2.PrefillEvent(done=_receipt_half(job, event.stats)))
 
     def _on_sent(self, event: Sent) -> None:
-        self._jobs[event.handoff_id].over = True
         self._sent += 1
         self._bytes_sent += event.stats.size_bytes
 
     def _on_failed(self, event: Failed) -> None:
-        job = self._jobs[event.handoff_id]
-        self._failed += not job.over  # otherwise it is the answer to our own abort
+        self._failed += event.handoff_id in self._unanswered  # otherwise it is the answer to our own abort
         self._stop(event.handoff_id, event.error)
+
+    def _on_cancel(self, submit: Submit) -> None:
+        job = self._jobs.get(submit.ticket.handoff_id)
+        if job is not None and job.submit is submit:
+            self._stop(submit.ticket.handoff_id, None)
 
     def _stop(self, handoff_id: str, error: KvferryError | None) -> None:
         """End a request early: no more compute, no more writes, an answer if somebody listens. Idempotent."""
@@ -225,15 +220,11 @@ class PrefillWorker:
         if quarantine_id is not None:
             job.quarantine_id = quarantine_id
         self._sender.abort(handoff_id, error.message if error else "cancelled by the router")
-        if not job.over:
-            job.over = True
-            if error is not None:
-                self._answer(job.submit, error)
+        if self._unanswered.pop(handoff_id, None) is not None and error is not None:
+            self._answer(job.submit, error)
 
     def _on_drained(self, handoff_id: str) -> None:
         job = self._jobs.pop(handoff_id)
-        self._computed.pop(handoff_id, None)
-        del self._handoff_of[job.submit.sequence.seq_id]
         if job.quarantine_id is not None:
             self._engine.release_quarantine(job.quarantine_id)
 
@@ -243,9 +234,10 @@ class PrefillWorker:
     # ---- timers and views ----------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Deadlines; and the books, whenever everything has come to rest."""
+        """Deadlines; news of the prefix cache; and the books, whenever everything has come to rest."""
+        publish_cache_changes(self._engine.block_manager, self._log)
         for handoff_id, job in list(self._jobs.items()):
-            if now >= job.submit.deadline and not job.over:
+            if now >= job.submit.deadline and handoff_id in self._unanswered:
                 self._stop(handoff_id, KvferryError(ErrorCode.DEADLINE_EXCEEDED, "the deadline passed during prefill"))
         if not self._audited and not self._jobs:
             self._engine.check_integrity()
@@ -263,19 +255,20 @@ class PrefillWorker:
         return PrefillView(self._engine.load(), self._sent, self._failed, self._bytes_sent)
 
 
-def _receipt_half(computed: _Computed, stats: SendStats) -> internal_pb2.PrefillDone:
+def _receipt_half(job: _Job, stats: SendStats) -> internal_pb2.PrefillDone:
+    started_at = job.sampled_at if job.started_at is None else job.started_at
     first, last = stats.first_write_at, stats.last_write_at
     transfer_s = exposed_s = 0.0
     if first is not None and last is not None:
-        transfer_s, exposed_s = last - first, max(0.0, last - max(first, computed.sampled_at))
+        transfer_s, exposed_s = last - first, max(0.0, last - max(first, job.sampled_at))
     return internal_pb2.PrefillDone(
-        cached_tokens=computed.cached_tokens,
+        cached_tokens=job.submit.sequence.num_cached_tokens,
         blocks_sent=stats.num_blocks,
         bytes_sent=stats.size_bytes,
         transport=stats.transport,
         checksum=stats.digest,
-        wait_ms=(computed.started_at - computed.arrived_at) * 1e3,
-        prefill_ms=(computed.sampled_at - computed.started_at) * 1e3,
+        wait_ms=(started_at - job.submit.arrived_at) * 1e3,
+        prefill_ms=(job.sampled_at - started_at) * 1e3,
         transfer_ms=transfer_s * 1e3,
         exposed_transfer_ms=exposed_s * 1e3,
     )

@@ -23,9 +23,9 @@ def admit(**changes: object) -> Admit:
     return Admit(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_a_good_message_becomes_a_sequence_named_after_its_attempt() -> None:
-    sequence = build_sequence(admit(attempt=3, num_output_tokens=1), LIMITS)
-    assert sequence.seq_id == "r/3"
+def test_a_good_message_becomes_a_sequence_with_the_name_given() -> None:
+    sequence = build_sequence(admit(attempt=3, num_output_tokens=1), LIMITS, "its name")
+    assert sequence.seq_id == "its name"
     assert sequence.prompt_token_ids == (3, 4)
     assert sequence.output_token_ids == [5]
     assert sequence.eos_token_ids == {2}
@@ -35,7 +35,7 @@ def test_both_messages_that_bring_a_prompt_are_read_alike() -> None:
     prefill = PrefillRequest(
         request_id="r", attempt=1, prompt_token_ids=[3, 4, 5], sampling=SamplingParams(max_tokens=4, seed=9)
     )
-    assert build_sequence(prefill, LIMITS).sampling.seed == 9
+    assert build_sequence(prefill, LIMITS, "s").sampling.seed == 9
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,16 @@ def test_both_messages_that_bring_a_prompt_are_read_alike() -> None:
 )
 def test_each_bad_field_is_refused_by_name(field: str, changes: dict[str, object]) -> None:
     with pytest.raises(KvferryError) as refused:
-        build_sequence(admit(**changes), LIMITS)
+        build_sequence(admit(**changes), LIMITS, "s")
     assert refused.value.code == ErrorCode.INVALID_REQUEST
     assert refused.value.field == field
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_its_own_code() -> None:
     with pytest.raises(KvferryError) as refused:
-        build_sequence(admit(prompt_token_ids=[3] * 32), LIMITS)
+        build_sequence(admit(prompt_token_ids=[3] * 32), LIMITS, "s")
     assert refused.value.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED
-    assert build_sequence(admit(prompt_token_ids=[3] * 31), LIMITS).num_tokens == 31
+    assert build_sequence(admit(prompt_token_ids=[3] * 31), LIMITS, "s").num_tokens == 31
 
 
 @pytest.mark.parametrize(

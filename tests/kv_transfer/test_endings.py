@@ -1,8 +1,10 @@
 """How hand-offs end early: cancels, leases, deadlines, closings, lost links, lost messages. Nothing is left."""
 
+import gc
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -102,6 +104,29 @@ def test_two_hundred_quick_rounds_leave_nothing(kind: str) -> None:
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
+@pytest.mark.parametrize("kind", ["memory", "tcp", "shm"])
+def test_memory_does_not_grow_with_the_number_of_hand_offs(kind: str) -> None:
+    def rounds(count: int) -> int:
+        """Bytes that Python holds afterwards."""
+        for _ in range(count):
+            ticket = pair.reserve([1, 2])
+            pair.send(ticket, [3, 4])
+            pair.outcome(ticket)
+            pair.receiver.release(ticket.handoff_id)
+            pair.forget()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    with Pair(**wiring(kind)) as pair:
+        tracemalloc.start()
+        try:
+            settled = rounds(50)
+            grown = rounds(200) - settled
+        finally:
+            tracemalloc.stop()
+    assert grown < 200 * 16, "each hand-off leaves something behind"
+
+
 def test_a_lease_runs_out_with_no_traffic_at_all() -> None:
     with Pair(receiver={"lease_s": 0.05}, **wiring("tcp")) as pair:
         ticket = pair.reserve([1])
@@ -175,7 +200,8 @@ def test_a_receiver_closed_right_after_a_commit_has_said_so(kind: str) -> None:
             assert isinstance(pair.outcome(ticket)[1], Sent)
 
 
-def test_a_lost_link_is_replaced_and_links_do_not_pile_up() -> None:
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_link_lost_on_one_side_only_is_replaced_and_links_do_not_pile_up(side: str) -> None:
     with Pair(**wiring("tcp")) as pair:
         for round_ in range(30):
             ticket = pair.reserve([1])
@@ -185,7 +211,9 @@ def test_a_lost_link_is_replaced_and_links_do_not_pile_up() -> None:
                 pair.receiver.release(ticket.handoff_id)
             outlet = next(iter(pair.sender._outlets.values()), None)
             if round_ % 2 and outlet is not None:
-                outlet.link.break_off("test")
+                ends = [outlet.link] if side == "sender" else list(pair.receiver._links.values())
+                for link in ends:
+                    link.break_off("test")
                 if outlet.thread is not None:
                     outlet.thread.join(10.0)
         last = pair.reserve([1])
@@ -263,3 +291,30 @@ def test_a_broken_link_is_not_a_fence_while_its_sender_is_in_the_middle_of_a_cop
         pair.received.wait(ticket.handoff_id, Fenced)
         assert pair.equal(ticket, source), "the copy had landed before the fence"
         pair.sent.wait(ticket.handoff_id, Drained)
+
+
+@pytest.mark.parametrize("name", ["kv-send", "kv-receive"])
+def test_without_a_thread_to_spare_one_hand_off_fails_and_the_next_works(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first thread of this name cannot be started."""
+    left = [name]
+    start = threading.Thread.start
+
+    def starve(self: threading.Thread) -> None:
+        if self.name in left:
+            left.remove(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", starve)
+    with Pair(receiver={"lease_s": 0.5}, **wiring("tcp")) as pair:
+        ticket = pair.reserve([1])
+        pair.send(ticket, [2])
+        received, sent = pair.outcome(ticket)
+        assert isinstance(received, Failed)
+        assert isinstance(sent, Failed)
+        time.sleep(0.15)  # the pause after a link that could not be made
+        again = pair.reserve([1])
+        pair.send(again, [2])
+        assert isinstance(pair.outcome(again)[0], Committed)

@@ -48,6 +48,11 @@ class Events:
         with self._changed:
             return list(self._all.get(handoff_id, []))
 
+    def forget(self) -> None:
+        """Drop what was collected."""
+        with self._changed:
+            self._all.clear()
+
     def kinds(self, handoff_id: str) -> list[str]:
         return [type(event).__name__ for event in self.of(handoff_id)]
 
@@ -131,6 +136,12 @@ class Pair:
         self.receiver.close(10.0)
         self.prefill.pool.close()
         self.decode.pool.close()
+
+    def forget(self) -> None:
+        """Drop what the test itself has kept of hand-offs."""
+        self._sources.clear()
+        self.received.forget()
+        self.sent.forget()
 
     def reserve(self, block_ids: Sequence[int], *, first_block: int = 0, name: str = "r") -> Ticket:
         return self.receiver.reserve(name, 1, first_block, block_ids, self.tokens(first_block + len(block_ids)))

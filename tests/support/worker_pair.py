@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode_worker.worker import AdmitRequest, CancelRequest, DecodeView, DecodeWorker
+from decode_worker.worker import AdmitRequest, CancelRequest, DecodeView, DecodeWorker, sequence_id
 from decode_worker.worker import Command as DecodeCommand
 from engine.build import EnginePlan, build_engine, plan_engine
 from engine.loop import EngineLoop
@@ -70,6 +70,7 @@ class WorkerPair:
         network: dict[str, Any] = {"network": MemoryNetwork()} if transport == "memory" else {}
         self._pools = [MemoryRegion.allocate(self.plan.pool_bytes, shared=shared) for shared in (False, True)]
         self._ids = itertools.count(1)
+        self.prefill_log, self.decode_log = KVEventLog(), KVEventLog()
         self._start_decode(transport, lease_s, verify_checksums, network)
         self._start_prefill(transport, faults, network)
 
@@ -85,10 +86,11 @@ class WorkerPair:
             on_event=lambda event: self.decode.notify(event),
             **network,
         )
-        worker = DecodeWorker(engine, self.receiver, self.plan.limits.vocab_size, KVEventLog(), self.clock)
+        limits = self.plan.limits
+        self._decode_worker = DecodeWorker(engine, self.receiver, limits.vocab_size, self.decode_log, self.clock)
         self.decode_engine = engine
         self.decode: EngineLoop[DecodeCommand, DecodeView] = EngineLoop(
-            worker, clock=self.clock, max_inbox=64, on_fatal=self.fatal.append
+            self._decode_worker, clock=self.clock, max_inbox=64, on_fatal=self.fatal.append
         )
         self.receiver.start()
         self.decode.start()
@@ -103,16 +105,18 @@ class WorkerPair:
             faults=faults,
             **network,
         )
-        self._worker = PrefillWorker(engine, self.sender, self.plan.layout.num_layers, KVEventLog(), self.clock)
+        self._prefill_worker = PrefillWorker(
+            engine, self.sender, self.plan.layout.num_layers, self.prefill_log, self.clock
+        )
         self.prefill_engine = engine
         self.prefill: EngineLoop[PrefillCommand, PrefillView] = EngineLoop(
-            self._worker, clock=self.clock, max_inbox=64, on_fatal=self.fatal.append
+            self._prefill_worker, clock=self.clock, max_inbox=64, on_fatal=self.fatal.append
         )
         self.prefill.start()
 
     def _on_send_event(self, event: SendEvent) -> None:
         if isinstance(event, Sent):
-            self._worker.report_sent(event)
+            self._prefill_worker.report_sent(event)
         self.prefill.notify(event)
 
     def _identity(self, name: str, pool: MemoryRegion) -> Identity:
@@ -158,7 +162,7 @@ class WorkerPair:
                 session_id=number,
                 request_id=message.request_id,
                 attempt=1,
-                sequence=build_sequence(message, self.plan.limits),
+                sequence=build_sequence(message, self.plan.limits, sequence_id(number, message.request_id, 1)),
                 local_prefill=local_prefill,
                 deadline=self.clock.now() + deadline_s,
                 emit=request.on_decode,
@@ -169,9 +173,9 @@ class WorkerPair:
     def prefill_into(self, request: "Request", ticket: internal_pb2.Ticket, *, deadline_s: float = WAIT_S) -> None:
         """Send the prompt to the prefill worker."""
         now = self.clock.now()
-        self.prefill.submit(
-            Submit(build_sequence(request.message, self.plan.limits), ticket, now, now + deadline_s, request.on_prefill)
-        )
+        sequence = build_sequence(request.message, self.plan.limits, ticket.handoff_id)
+        request.submit = Submit(sequence, ticket, now, now + deadline_s, request.on_prefill)
+        self.prefill.submit(request.submit)
 
     def run(self, prompt: SequenceOf[int], sampling: common_pb2.SamplingParams, **admit: Any) -> Outcome:
         """One request to its end on both workers."""
@@ -184,11 +188,11 @@ class WorkerPair:
         self.prefill_into(request, ticket)
         return request.wait()
 
-    def cancel(self, request: "Request", ticket: internal_pb2.Ticket | None = None) -> None:
-        """Cancel on both workers, as a router does when its client leaves."""
+    def cancel(self, request: "Request") -> None:
+        """Cancel on all workers that have it, as a router does when its client leaves."""
         self.decode.notify(CancelRequest(request.session_id, request.message.request_id, 1))
-        if ticket is not None:
-            self.prefill.notify(Cancel(ticket.handoff_id))
+        if request.submit is not None:
+            self.prefill.notify(Cancel(request.submit))
 
     def wait_at_rest(self) -> None:
         """Until no worker holds anything; then audit both."""
@@ -199,10 +203,14 @@ class WorkerPair:
             time.sleep(0.005)  # snapshots can only be looked at
         self.prefill.stop(10.0)
         self.decode.stop(10.0)
-        for engine in (self.prefill_engine, self.decode_engine):
+        for worker in (self._prefill_worker, self._decode_worker):
+            worker.tick(self.clock.now())  # its thread has ended: the test owns it now
+        for engine, log in ((self.prefill_engine, self.prefill_log), (self.decode_engine, self.decode_log)):
             engine.check_integrity()
             assert engine.is_idle
             assert engine.usage().available == engine.usage().total
+            told = {block_hash for block_hash, _ in log.read(None, 0).changes}
+            assert told == set(engine.block_manager.snapshot_hashes()), "routers believe in another cache"
 
     def _at_rest(self) -> bool:
         loads = (self.prefill.snapshot.view.load, self.decode.snapshot.view.load)
@@ -216,6 +224,7 @@ class Request:
     def __init__(self, message: internal_pb2.Admit, session_id: int) -> None:
         self.message = message
         self.session_id = session_id  # a session of its own: events of a step are batched by session
+        self.submit: Submit | None = None
         self.outcome = Outcome()
         self._events: queue.Queue[internal_pb2.DecodeEvent | internal_pb2.PrefillEvent] = queue.Queue()
 

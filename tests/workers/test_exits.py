@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer.faults import FaultPlan
 from kvferry_rpc.common_pb2 import ErrorCode, SamplingParams
+from prefill_worker.worker import Cancel
 from tests.support.tiny_checkpoints import make_model, save_checkpoint
 from tests.support.worker_pair import Request, WorkerPair
 
@@ -47,7 +49,7 @@ def test_a_cancel_while_the_prompt_is_computed_stops_both_workers(checkpoint: Pa
         pair.prefill_into(request, ticket)
         while pair.prefill.snapshot.view.load.steps < 2:
             pass
-        pair.cancel(request, ticket)
+        pair.cancel(request)
         short = pair.run(prompt_of(9, seed=2), greedy(3))
         assert len(short.tokens) == 3
     assert pair.prefill_engine.load().prompt_tokens_computed < 200
@@ -61,7 +63,7 @@ def test_a_cancel_while_decoding_ends_the_sequence(checkpoint: Path, cache: Path
         pair.prefill_into(request, ticket)
         while pair.decode.snapshot.view.load.tokens_generated < 5:
             pass
-        pair.cancel(request, ticket)
+        pair.cancel(request)
     assert pair.decode_engine.load().tokens_generated < 200
 
 
@@ -186,7 +188,57 @@ def test_a_storm_of_cancels_at_random_moments_leaves_both_pools_whole(
             if rng.random() < 0.6:
                 for _ in range(rng.randrange(0, 20_000)):
                     pass
-                pair.cancel(request, ticket)
+                pair.cancel(request)
             elif number % 3:
                 request.wait()
         assert not pair.fatal
+
+
+def test_the_request_after_a_cancelled_one_has_its_own_text(checkpoint: Path, cache: Path) -> None:
+    """In the blocks that the cancelled one gave back, over the same link, round after round."""
+    with WorkerPair(checkpoint, cache, num_blocks=16, token_budget=8) as pair:
+        solo = [pair.run(prompt_of(30, seed), greedy(4), local_prefill=True).token_ids for seed in range(3)]
+    with WorkerPair(checkpoint, cache, num_blocks=16, token_budget=8, transport="shm") as pair:
+        for number in range(40):
+            cancelled = pair.admit(prompt_of(50, seed=100 + number), greedy(4))
+            ticket = cancelled.ticket()
+            if ticket is not None:
+                pair.prefill_into(cancelled, ticket)
+            pair.cancel(cancelled)
+            wanted = pair.run(prompt_of(30, seed=number % 3), greedy(4))
+            if wanted.decode_error is None:  # otherwise the cancelled one still held the room
+                assert wanted.token_ids == solo[number % 3]
+            else:
+                assert wanted.decode_error.code == ErrorCode.OVERLOADED
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("post", [1, 2, 5])
+def test_a_write_that_fails_ends_its_request_on_both_workers_and_no_other(
+    checkpoint: Path, cache: Path, transport: str, post: int
+) -> None:
+    faults = FaultPlan(fail_at_post=post)
+    with WorkerPair(checkpoint, cache, transport=transport, faults=faults, token_budget=8) as pair:
+        outcomes = [pair.run(prompt_of(60, seed), greedy(3)) for seed in range(3)]
+    failed = [outcome for outcome in outcomes if outcome.decode_error or outcome.prefill_error]
+    assert len(failed) == 1
+    assert failed[0].decode_error is not None
+    assert failed[0].prefill_error is not None
+    assert {failed[0].decode_error.code, failed[0].prefill_error.code} == {ErrorCode.HANDOFF_FAILED}
+    assert failed[0].tokens == []
+
+
+def test_a_ticket_used_for_two_calls_serves_the_first(checkpoint: Path, cache: Path) -> None:
+    with WorkerPair(checkpoint, cache, token_budget=8) as pair:
+        request = pair.admit(prompt_of(40), greedy(3))
+        ticket = request.ticket()
+        assert ticket is not None
+        pair.prefill_into(request, ticket)
+        again = Request(request.message, request.session_id)
+        pair.prefill_into(again, ticket)
+        assert again.submit is not None
+        pair.prefill.notify(Cancel(again.submit))
+        assert len(request.wait().tokens) == 3
+        refused = again.wait_prefill()
+        assert refused.prefill_error is not None
+        assert refused.prefill_error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.HANDOFF_FAILED)

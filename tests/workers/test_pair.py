@@ -19,6 +19,7 @@ from tests.support.worker_pair import Outcome, WorkerPair
 _TOKENS = [int(token) for token in torch.randint(3, 96, (60,), generator=torch.Generator().manual_seed(4))]
 _TOLERANCE = 1e-4
 BLOCK = 8
+CHUNK = 16
 # Attention does not care about the order of full blocks (positions are inside K), so the swap takes the last, partly
 # filled one: its empty slots end up in the middle of the context.
 MUTATIONS = {
@@ -57,11 +58,11 @@ def largest_difference(model: PreTrainedModel, prompt: Sequence[int], outcome: O
 
 
 @pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
-def test_prompts_of_every_length_around_a_block_have_the_log_probabilities_of_transformers(
+def test_prompts_of_every_length_around_a_block_and_a_chunk_have_the_log_probabilities_of_transformers(
     model: PreTrainedModel, checkpoint: Path, cache: Path, transport: str
 ) -> None:
-    with WorkerPair(checkpoint, cache, transport=transport) as pair:
-        for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5, 50):
+    with WorkerPair(checkpoint, cache, transport=transport, token_budget=CHUNK) as pair:
+        for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7):
             prompt = _TOKENS[:length]
             outcome = pair.run(prompt, greedy())
             assert largest_difference(model, prompt, outcome) < _TOLERANCE

@@ -1,0 +1,296 @@
+"""The decode worker's gRPC service over a real server, with a script in the place of the engine."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from decode_worker.server import DecodeService
+from decode_worker.worker import AdmitRequest, CancelRequest, SessionClosed
+from kvferry_rpc.common_pb2 import Error, LogitBias, SamplingParams, TokenOutput
+from kvferry_rpc.internal_pb2 import (
+    Admit,
+    Cancel,
+    DecodeCommand,
+    DecodeDone,
+    DecodeEvent,
+    DecodeEvents,
+    Hello,
+    Tokens,
+)
+from kvferry_rpc.internal_pb2_grpc import DecodeWorkerStub, add_DecodeWorkerServicer_to_server
+from runtime.clock import ManualClock
+from runtime.errors import ErrorCode, KvferryError
+from runtime.grpc_life import GrpcServer, channel
+from tests.support.scripted_loop import LIMITS, SECRET, WAIT_S, ScriptedLoop
+
+INCARNATION = b"i" * 16
+Call = Any  # grpc.aio.StreamStreamCall; generic in the stubs only
+
+
+@dataclass
+class Bench:
+    """A service that serves."""
+
+    loop: ScriptedLoop
+    service: DecodeService
+    server: GrpcServer
+    stub: DecodeWorkerStub
+
+    async def session(self) -> Call:
+        """A session that has said hello."""
+        call = self.stub.Session()
+        await call.write(DecodeCommand(hello=Hello(router_id="r", incarnation=INCARNATION)))
+        return call
+
+    async def admitted(self, call: Call, name: str = "r", **changes: Any) -> AdmitRequest:
+        """Admit, and wait until the engine has it."""
+        count = len(self.loop.of(AdmitRequest)) + 1
+        await call.write(admit(name, **changes))
+        return (await self.loop.wait(AdmitRequest, count))[-1]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    loop = ScriptedLoop()
+    service = DecodeService(loop, LIMITS, INCARNATION, ManualClock(100.0))  # type: ignore[arg-type]
+    server = GrpcServer("127.0.0.1", secret=SECRET)
+    server.add_service(add_DecodeWorkerServicer_to_server, service, "kvferry.internal.v1.DecodeWorker", internal=True)
+    await server.start()
+    async with channel(server.address, SECRET) as connection:
+        yield Bench(loop, service, server, DecodeWorkerStub(connection))
+    await server.stop(0)
+    assert service.in_flight.count == 0
+
+
+def admit(name: str = "r", **changes: Any) -> DecodeCommand:
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "attempt": 1,
+        "prompt_token_ids": [3, 4, 5],
+        "sampling": SamplingParams(max_tokens=4),
+        "deadline_ms": 5000,
+    }
+    return DecodeCommand(admit=Admit(**{**fields, **changes}))
+
+
+def token(name: str, index: int) -> DecodeEvent:
+    return DecodeEvent(request_id=name, attempt=1, tokens=Tokens(tokens=[TokenOutput(index=index, token_id=7)]))
+
+
+def done(name: str) -> DecodeEvent:
+    return DecodeEvent(request_id=name, attempt=1, done=DecodeDone())
+
+
+async def read(call: Call) -> list[DecodeEvent]:
+    """The events of the next message."""
+    async with asyncio.timeout(WAIT_S):
+        message = await call.read()
+    assert isinstance(message, DecodeEvents), message
+    return list(message.events)
+
+
+async def status(call: Call) -> grpc.StatusCode:
+    async with asyncio.timeout(WAIT_S):
+        code: grpc.StatusCode = await call.code()
+        return code
+
+
+async def test_an_admission_reaches_the_engine_and_its_events_come_back(bench: Bench) -> None:
+    call = await bench.session()
+    request = await bench.admitted(call, cache_salt=b"salt")
+    assert (request.request_id, request.attempt, request.local_prefill) == ("r", 1, False)
+    assert request.deadline == 105.0
+    assert request.sequence.cache_salt == b"salt"
+    assert bench.service.in_flight.count == 1
+    await asyncio.to_thread(request.emit, [token("r", 0), token("r", 1)])
+    assert [event.WhichOneof("kind") for event in await read(call)] == ["tokens", "tokens"]
+    await asyncio.to_thread(request.emit, [done("r")])
+    assert [event.WhichOneof("kind") for event in await read(call)] == ["done"]
+    assert bench.service.in_flight.count == 0
+    call.cancel()
+
+
+async def test_a_session_begins_with_hello(bench: Bench) -> None:
+    call = bench.stub.Session()
+    await call.write(admit())
+    assert await status(call) == grpc.StatusCode.INVALID_ARGUMENT
+    silent = bench.stub.Session()
+    await silent.done_writing()
+    assert await status(silent) == grpc.StatusCode.INVALID_ARGUMENT
+    assert bench.loop.commands == []
+
+
+async def test_a_session_with_another_life_of_the_worker_is_refused(bench: Bench) -> None:
+    call = bench.stub.Session()
+    await call.write(DecodeCommand(hello=Hello(router_id="r", incarnation=b"o" * 16)))
+    assert await status(call) == grpc.StatusCode.FAILED_PRECONDITION
+    assert bench.loop.commands == []
+
+
+async def test_without_the_secret_there_is_no_session(bench: Bench) -> None:
+    async with channel(bench.server.address) as connection:
+        call = DecodeWorkerStub(connection).Session()
+        assert await status(call) == grpc.StatusCode.UNAUTHENTICATED
+    assert bench.loop.commands == []
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("logit_bias", {"sampling": SamplingParams(max_tokens=4, logit_bias=[LogitBias(token_id=999_999_999)])}),
+        ("logit_bias", {"sampling": SamplingParams(max_tokens=4, logit_bias=[LogitBias(bias=float("nan"))])}),
+        ("temperature", {"sampling": SamplingParams(max_tokens=4, temperature=float("nan"))}),
+        ("prompt", {"prompt_token_ids": [50]}),
+        ("request_id", {"request_id": ""}),
+    ],
+)
+async def test_bad_fields_are_refused_at_this_door_too_and_others_go_on(
+    bench: Bench, field: str, changes: dict[str, Any]
+) -> None:
+    call = await bench.session()
+    good = await bench.admitted(call, "good")
+    await call.write(admit(**{"name": "bad", **changes}))
+    (refusal,) = await read(call)
+    assert refusal.failed.code == ErrorCode.INVALID_REQUEST
+    assert refusal.failed.field == field
+    good.emit([done("good")])
+    assert [event.request_id for event in await read(call)] == ["good"]
+    assert len(bench.loop.of(AdmitRequest)) == 1
+    call.cancel()
+
+
+async def test_a_full_inbox_refuses_one_request_and_holds_nothing_for_it(bench: Bench) -> None:
+    call = await bench.session()
+    bench.loop.refusal = KvferryError(ErrorCode.OVERLOADED, "full", retry_after_ms=1000)
+    await call.write(admit())
+    (refusal,) = await read(call)
+    assert (refusal.failed.code, refusal.failed.retry_after_ms) == (ErrorCode.OVERLOADED, 1000)
+    assert bench.service.in_flight.count == 0
+    bench.loop.refusal = None
+    request = await bench.admitted(call)  # the same name again: the first one is over
+    request.emit([done("r")])
+    assert [event.WhichOneof("kind") for event in await read(call)] == ["done"]
+    call.cancel()
+
+
+async def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(bench: Bench) -> None:
+    call = await bench.session()
+    request = await bench.admitted(call, "early")
+    bench.service.draining = True
+    await call.write(admit("late"))
+    (refusal,) = await read(call)
+    assert (refusal.request_id, refusal.failed.code) == ("late", ErrorCode.UNAVAILABLE)
+    assert bench.service.in_flight.count == 1
+    request.emit([done("early")])
+    assert [event.request_id for event in await read(call)] == ["early"]
+    async with asyncio.timeout(WAIT_S):
+        assert await bench.service.in_flight.wait_zero(WAIT_S)
+    call.cancel()
+
+
+async def test_an_admission_repeated_while_it_is_open_is_ignored(bench: Bench) -> None:
+    call = await bench.session()
+    request = await bench.admitted(call, "r")
+    await call.write(admit("r"))
+    await bench.admitted(call, "other")
+    assert [seen.request_id for seen in bench.loop.of(AdmitRequest)] == ["r", "other"]
+    assert bench.service.in_flight.count == 2
+    request.emit([done("r"), done("other")])
+    assert len(await read(call)) == 2
+    call.cancel()
+
+
+async def test_a_cancel_reaches_the_engine_and_ends_the_request_here(bench: Bench) -> None:
+    call = await bench.session()
+    request = await bench.admitted(call)
+    await call.write(DecodeCommand(cancel=Cancel(request_id="r", attempt=1)))
+    (cancel,) = await bench.loop.wait(CancelRequest)
+    assert cancel == CancelRequest(request.session_id, "r", 1)
+    assert bench.service.in_flight.count == 0
+    await call.write(DecodeCommand(cancel=Cancel(request_id="never admitted", attempt=9)))
+    await bench.loop.wait(CancelRequest, 2)
+    request.emit([done("r")])  # it was on its way already
+    assert len(await read(call)) == 1
+    call.cancel()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "half closed"])
+async def test_a_session_that_ends_takes_its_requests_with_it(bench: Bench, how: str) -> None:
+    call = await bench.session()
+    request = await bench.admitted(call)
+    if how == "cancelled":
+        call.cancel()
+    else:
+        await call.done_writing()
+    (closed,) = await bench.loop.wait(SessionClosed)
+    assert closed.session_id == request.session_id
+    assert bench.service.in_flight.count == 0
+    await asyncio.to_thread(request.emit, [done("r")])  # nobody listens: no harm
+
+
+async def test_a_router_that_hangs_up_right_after_an_admission_is_noticed_after_it(bench: Bench) -> None:
+    for turns in range(20):
+        call = await bench.session()
+        await call.write(admit())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        call.cancel()
+    last = await bench.session()
+    await bench.admitted(last, "last")
+    last.cancel()
+    admitted = {request.session_id for request in bench.loop.of(AdmitRequest)}
+    await bench.loop.wait_until(lambda: admitted <= {closed.session_id for closed in bench.loop.of(SessionClosed)})
+    ended: set[int] = set()
+    for command in bench.loop.commands:
+        assert command.session_id not in ended, "something came after the end of its session"
+        if isinstance(command, SessionClosed):
+            ended.add(command.session_id)
+
+
+async def test_a_router_that_stops_reading_and_then_goes_is_noticed(bench: Bench) -> None:
+    call = await bench.session()
+    request = await bench.admitted(call)
+    big = DecodeEvent(request_id="r", attempt=1, failed=Error(message="x" * 100_000))
+    for _ in range(200):  # far more than the connection takes without a reader
+        request.emit([big])
+        await asyncio.sleep(0)
+    call.cancel()
+    await bench.loop.wait(SessionClosed)
+
+
+async def test_what_piled_up_leaves_in_order_in_messages_of_bounded_size(bench: Bench) -> None:
+    call = await bench.session()
+    request = await bench.admitted(call)
+    request.emit([token("r", index) for index in range(10_000)])
+    request.emit([done("r")])
+    messages = []
+    while not messages or messages[-1][-1].WhichOneof("kind") != "done":
+        messages.append(await read(call))
+    assert max(map(len, messages)) <= 4096
+    tokens = [event.tokens.tokens[0].index for message in messages for event in message if event.HasField("tokens")]
+    assert tokens == list(range(10_000))
+    call.cancel()
+
+
+async def test_the_same_request_id_on_two_sessions_is_two_requests(bench: Bench) -> None:
+    first, second = await bench.session(), await bench.session()
+    one, other = await bench.admitted(first), await bench.admitted(second)
+    assert one.sequence.seq_id != other.sequence.seq_id
+    other.emit([done("r")])
+    assert len(await read(second)) == 1
+    assert bench.service.in_flight.count == 1
+    first.cancel()
+    await bench.loop.wait(SessionClosed)
+    second.cancel()
+
+
+async def test_a_server_that_stops_closes_its_sessions(bench: Bench) -> None:
+    call = await bench.session()
+    await bench.admitted(call)
+    await bench.server.stop(0)
+    await bench.loop.wait(SessionClosed)
+    assert bench.service.in_flight.count == 0

@@ -1,0 +1,85 @@
+"""One prefill and one decode worker, and everybody at once: no lease runs out, no hand-off fails, every receipt holds.
+
+And clients that leave at the very moment a prompt is finished, while its blocks are being committed.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.live_cluster import LiveCluster, live_cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+SEED = 45
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    flags = ("--num-blocks", "1024", "--transport", "tcp", "--no-restart")
+    with live_cluster(tmp_path_factory.mktemp("pair"), *flags) as cluster:
+        yield cluster
+
+
+def _client(cluster: LiveCluster) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=cluster.base_url, timeout=180, limits=httpx.Limits(max_connections=256))
+
+
+def _body(rng: random.Random, max_tokens: int, **fields: Any) -> dict[str, Any]:
+    prompt = [rng.randrange(6, 4000) for _ in range(rng.randrange(100, 400))]
+    return {"model": "tiny-real", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
+
+
+def test_a_hundred_and_twenty_eight_at_once_all_have_verified_receipts(pair: LiveCluster) -> None:
+    rng = random.Random(SEED)
+
+    async def run() -> list[dict[str, Any]]:
+        async with _client(pair) as http:
+            bodies = [_body(rng, 4, kv_receipt=True) for _ in range(128)]
+            answers = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
+            while not all(answer.done() for answer in answers):
+                assert (await http.get("/health")).status_code == 200
+                await asyncio.wait(answers, timeout=0.5)
+            assert [answer.result().status_code for answer in answers] == [200] * len(bodies)
+            return [answer.result().json()["kv_receipt"] for answer in answers]
+
+    receipts = asyncio.run(run())
+    for receipt in receipts:
+        assert receipt["transport"] == "tcp", receipt
+        assert receipt["checksum_verified"], receipt
+        assert receipt["checksum"], receipt
+        assert receipt["tokens_recomputed"] == 0, receipt
+        failures = receipt.get("earlier_failures", [])
+        assert all("overloaded" in failure for failure in failures), failures
+    assert len({receipt["checksum"] for receipt in receipts}) == len(receipts), "a digest is of one hand-off"
+    pair.wait_at_rest()
+    assert "lease" not in pair.log("decode-0")
+    assert pair.log("prefill-0").count("KV goes to decode-0") == 1, "one link carries all of them"
+
+
+def test_clients_that_leave_just_as_their_prompt_is_finished_leave_nothing_behind(pair: LiveCluster) -> None:
+    rng = random.Random(SEED + 1)
+
+    async def leave(http: httpx.AsyncClient, gate: asyncio.Semaphore) -> None:
+        """The first token leaves the prefill worker just before the commit: hang up when it comes, or a bit later."""
+        patience_s = rng.choice((0.0, 0.0, 0.001, 0.003, 0.005))
+        async with gate, http.stream("POST", "/v1/completions", json=_body(rng, 2000, stream=True)) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    break
+            await asyncio.sleep(patience_s)
+
+    async def run() -> int:
+        async with _client(pair) as http:
+            gate = asyncio.Semaphore(8)
+            await asyncio.gather(*(leave(http, gate) for _ in range(100)))
+            probe = await http.post("/v1/completions", json=_body(rng, 4, kv_receipt=True))
+            assert probe.json()["kv_receipt"]["checksum_verified"]
+            return probe.status_code
+
+    assert asyncio.run(run()) == 200
+    state = pair.wait_at_rest()
+    assert {worker.pid for worker in state.workers} == {pair.pids["prefill-0"], pair.pids["decode-0"]}
