@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,12 +38,23 @@ class EnginePlan:
         """Size of the buffer that `build_engine` needs."""
         return self.layout.pool_bytes(self.num_blocks)
 
+    def facts(self, options: EngineOptions) -> dict[str, Any]:
+        """The fields of `Register` that tell routers what this engine can take."""
+        return {
+            "layout": self.layout.to_proto(),
+            "num_blocks": self.num_blocks,
+            "max_context_tokens": self.limits.max_context_tokens,
+            "vocab_size": self.limits.vocab_size,
+            "token_budget": options.token_budget,
+            "max_num_seqs": options.max_num_seqs,
+        }
+
 
 def plan_engine(options: EngineOptions, *, available_bytes: int | None) -> EnginePlan:
     """Prepare the model, if nobody has yet, and size the pool; `available_bytes` is the memory free now, if known.
 
     Raises KvferryError for a model that cannot be used (see `prepare_model`), ValueError for a context that the model
-    does not have.
+    does not have or a pool that does not fit the memory.
     """
     model = prepare_model(options.model, options.cache_dir.expanduser(), _log_progress)
     config = model.config
@@ -59,6 +71,12 @@ def plan_engine(options: EngineOptions, *, available_bytes: int | None) -> Engin
     )
     pool_bytes = min(DEFAULT_POOL_BYTES, (available_bytes or DEFAULT_POOL_BYTES) // 4)
     num_blocks = options.num_blocks or max(1, pool_bytes // layout.block_bytes)
+    needed_bytes = layout.pool_bytes(num_blocks)
+    if available_bytes is not None and needed_bytes > available_bytes:
+        raise ValueError(
+            f"a pool of {num_blocks} blocks (--num-blocks) needs {needed_bytes / 2**20:.0f} MiB of memory, "
+            f"{available_bytes / 2**20:.0f} MiB are available"
+        )
     # A request that could never fit the pool must be refused at the door, so the door knows the smaller bound.
     context = options.max_context_tokens or config.max_context_tokens
     limits = DoorLimits(config.vocab_size, min(context, num_blocks * options.block_size), model.eos_token_ids)

@@ -77,19 +77,13 @@ class PrefillProcess:
         self._engine_loop.start()
 
     def describe(self, address: str) -> internal_pb2.Register:
-        config, plan = self._config, self._plan
         return internal_pb2.Register(
-            worker_id=config.worker_id,
+            worker_id=self._config.worker_id,
             incarnation=self._incarnation,
             role=internal_pb2.PREFILL,
             address=address,
-            layout=plan.layout.to_proto(),
-            num_blocks=plan.num_blocks,
-            max_context_tokens=plan.limits.max_context_tokens,
-            vocab_size=plan.limits.vocab_size,
-            token_budget=config.token_budget,
-            max_num_seqs=config.max_num_seqs,
-            transports=config.transports,
+            transports=self._config.transports,
+            **self._plan.facts(self._config),
         )
 
     def load_report(self) -> internal_pb2.LoadReport:
