@@ -15,7 +15,7 @@ from router.http.server import HttpFrontDoor, build_app
 from router.http.services import Services
 from router.text.tokenizer import AsyncTokenizer, Tokenizer
 from runtime.clock import ManualClock
-from tests.support.scripted_source import Script, ScriptedSource
+from tests.support.scripted_source import Finish, Script, ScriptedSource
 
 MODEL = "tiny-real"
 MODEL_DIR = Path(__file__).parents[1] / "data" / "tiny-real"
@@ -36,6 +36,11 @@ def ids_of(text: str) -> list[int]:
 def one_by_one(text: str) -> list[list[int]]:
     """A script that emits `text` token by token."""
     return [[token] for token in ids_of(text)]
+
+
+def says(text: str, **finish: Any) -> Script:
+    """A script that emits `text` token by token and finishes, for every request."""
+    return lambda _: [*one_by_one(text), Finish(**finish)]
 
 
 class Door:

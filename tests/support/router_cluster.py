@@ -2,11 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from kvferry_rpc.common_pb2 import SamplingParams
@@ -18,10 +19,12 @@ from router.receipts import ReceiptStore
 from router.worker_links import WorkerLinks
 from router.worker_registry import AttachedWorker, WorkerRegistry
 from runtime.clock import SystemClock
+from runtime.errors import KvferryError
 from runtime.grpc_life import channel
-from tests.support.fake_workers import SECRET, Fabric, FakeDecode, FakePrefill
+from tests.support.fake_workers import SECRET, Fabric, FakeDecode, FakePrefill, continuation
 
 PROMPT = tuple(range(40))
+ANSWER = continuation(PROMPT, 8)
 
 
 @dataclass
@@ -139,3 +142,20 @@ async def router_cluster(
         if left:
             await asyncio.wait(left, timeout=5)
     assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()
+
+
+async def failure_of(awaitable: Awaitable[Any]) -> KvferryError:
+    """Await what must fail, and return its failure."""
+    with pytest.raises(KvferryError) as caught:
+        await awaitable
+    return caught.value
+
+
+async def first_tokens(stream: AsyncGenerator[TokenBatch | TokenEnd, None], count: int) -> list[int]:
+    """Read until at least `count` tokens came."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        batch = await anext(stream)
+        assert isinstance(batch, TokenBatch)
+        tokens.extend(token.token_id for token in batch.tokens)
+    return tokens
