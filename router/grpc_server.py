@@ -33,12 +33,11 @@ from router.generation import GenerationRequest, TextChunk, TextEnd
 from router.generation_plan import GenerationPlan, ModelLimits, RequestScope, build_requests, check_model
 from router.http.services import Services
 from router.text.text_generation import generate
-from runtime.errors import KvferryError, invalid
+from runtime.errors import ERROR_METADATA_KEY, KvferryError, invalid
 from runtime.limits import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOP_STRINGS, check_sampling, check_token_ids
 from runtime.telemetry import request_context
 
 SERVICE_NAME = "kvferry.v1.Kvferry"
-ERROR_METADATA_KEY = "kvferry-error-bin"
 _ROLES = ("system", "user", "assistant")
 
 _log = logging.getLogger(__name__)

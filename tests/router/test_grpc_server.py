@@ -12,8 +12,8 @@ import pytest
 from kvferry_rpc import public_pb2, public_pb2_grpc
 from kvferry_rpc.common_pb2 import Error, ErrorCode, FinishReason, KVReceipt, LogitBias, SamplingParams
 from router.cluster_state import cluster_state
-from router.grpc_server import ERROR_METADATA_KEY, SERVICE_NAME, PublicService
-from runtime.errors import KvferryError
+from router.grpc_server import SERVICE_NAME, PublicService
+from runtime.errors import ERROR_METADATA_KEY, KvferryError
 from runtime.grpc_life import GrpcServer, channel
 from tests.support.http_door import CONTEXT, MODEL, Door, ids_of, one_by_one, tokenizer
 from tests.support.router_cluster import router_cluster
