@@ -44,7 +44,7 @@ def _leave_in_mid_stream(cluster: LiveCluster) -> None:
     client = RawClient(cluster.http)
     client.post(
         "/v1/completions",
-        {"model": MODEL, "prompt": [21, 22], "max_tokens": 3000, "ignore_eos": True, "stream": True},
+        {"model": MODEL, "prompt": [21, 22], "max_tokens": 4000, "ignore_eos": True, "stream": True},
     )
     client.read_until(b"data: ")
     client.leave()

@@ -1,9 +1,12 @@
 """Clients that leave a real cluster in any way and at any moment: all work for them stops, and the rest goes on."""
 
 import asyncio
+import os
 import random
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import grpc
 import httpx
@@ -18,7 +21,7 @@ from tests.support.raw_http import RawClient
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 MODEL = "tiny-real"
 CONTEXT = 4096
-NUM_TALKERS, TALK_TOKENS = 4, 3000
+NUM_TALKERS, TALK_TOKENS = 4, 4000
 NUM_READERS, READ_TOKENS = 10, 3600
 
 
@@ -47,6 +50,19 @@ def _steps(state: ClusterStateResponse, role: str) -> int:
     return sum(worker.steps for worker in state.workers if worker.role == role)
 
 
+@contextmanager
+def _frozen_workers(cluster: LiveCluster) -> Iterator[None]:
+    """Their processes stand still, for less time than makes the router doubt them."""
+    pids = [worker.pid for worker in cluster.state().workers]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 @pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "buffered"])
 def test_when_all_clients_leave_all_work_stops_wherever_it_was(cluster: LiveCluster, stream: bool, reset: bool) -> None:
@@ -61,8 +77,10 @@ def test_when_all_clients_leave_all_work_stops_wherever_it_was(cluster: LiveClus
     before = _wait_until(cluster, lambda state: state.requests_queued > 0 and _running(state, "prefill") > 0)
     if stream:
         crowd[0].read_until(b"data: ")
-    for client in crowd:
-        client.leave(reset=reset)
+    with _frozen_workers(cluster):  # what they compute before the router knows says nothing
+        for client in crowd:
+            client.leave(reset=reset)
+        _wait_until(cluster, lambda state: state.requests_in_flight == 0)
     after = cluster.wait_at_rest()
     # Carried on, the talkers would take thousands of steps on each decode worker, the readers more than a hundred
     # chunks on the prefill worker.
@@ -119,7 +137,7 @@ async def _cancel_storm(cluster: LiveCluster) -> list[str]:
 
         async def one(rng: random.Random) -> str:
             async with gate:
-                call = stub.Generate(_generate(_ids(rng, rng.choice((1, 40, 300))), rng.choice((2, 400))))
+                call = stub.Generate(_generate(_ids(rng, rng.choice((1, 40, 300))), rng.choice((2, 3500))))
                 leaving = asyncio.get_running_loop().call_later(rng.choice((0.0, 0.01, 0.05, 0.2)), call.cancel)
                 try:
                     return "finished" if [part async for part in call][-1].HasField("finish") else "cut"
@@ -133,10 +151,16 @@ async def _cancel_storm(cluster: LiveCluster) -> list[str]:
 
 def test_workers_busy_with_long_prompts_stay_in_and_are_not_called_ill(cluster: LiveCluster) -> None:
     rng = random.Random()
-    readers = [RawClient(cluster.http, timeout_s=60) for _ in range(2)]
-    for client in readers:
-        client.post("/v1/completions", _body(_ids(rng, CONTEXT - 1), 1))
-    busy = _wait_until(cluster, lambda state: _running(state, "prefill") > 0)
+    readers: list[RawClient] = []
+
+    def busy_with_two(state: ClusterStateResponse) -> bool:
+        """Whether it is seen at work. There are two to work on until then, however fast it is."""
+        for _ in range(state.requests_in_flight, 2):
+            readers.append(RawClient(cluster.http, timeout_s=60))
+            readers[-1].post("/v1/completions", _body(_ids(rng, CONTEXT - 1), 1))
+        return _running(state, "prefill") > 0
+
+    busy = _wait_until(cluster, busy_with_two)
     states, silences = set(), []
     while busy.requests_in_flight:
         states |= {worker.state for worker in busy.workers}

@@ -20,9 +20,11 @@ VICTIM = "prefill-0"
 NUM_BLOCKS = 256  # of 16 tokens: room for six of the prompts
 
 
-def _prompts(seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(6, 4000) for _ in range(620 + index)] for index in range(12)]
+Asked = tuple[list[int], dict[str, Any]]  # a prompt and its answer
+
+
+def _prompt(rng: random.Random) -> list[int]:
+    return [rng.randrange(6, 4000) for _ in range(rng.randrange(620, 632))]
 
 
 async def _ask(http: httpx.AsyncClient, prompt: list[int]) -> dict[str, Any]:
@@ -54,23 +56,32 @@ def _pushing(state: ClusterStateResponse) -> bool:
     return bool(_worker(state, VICTIM).sequences_running and _worker(state, "decode-0").sequences_receiving >= 4)
 
 
-async def _disturbed(cluster: LiveCluster, seed: int, disturb: Callable[[], None]) -> list[dict[str, Any]]:
-    """Twelve prompts at once, twice what there is room for; the disturbance when the victim is in the middle."""
+async def _disturbed(cluster: LiveCluster, seed: int, disturb: Callable[[], None]) -> list[Asked]:
+    """Twelve prompts at any time, twice what there is room for; the disturbance when the victim is in the middle."""
+    rng, disturbed = random.Random(seed), asyncio.Event()
+
+    async def ask_on() -> list[Asked]:
+        """Prompt after prompt: however fast they are computed, the victim has some when it is disturbed."""
+        asked = []
+        while not disturbed.is_set():
+            prompt = _prompt(rng)
+            asked.append((prompt, await _ask(http, prompt)))
+        return asked
+
     async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120) as http:
-        asks = [asyncio.create_task(_ask(http, prompt)) for prompt in _prompts(seed)]
+        asks = [asyncio.create_task(ask_on()) for _ in range(12)]
         await asyncio.to_thread(_wait_until, cluster, _pushing)
         disturb()
-        return await asyncio.gather(*asks)
+        disturbed.set()
+        return [asked for each in await asyncio.gather(*asks) for asked in each]
 
 
-async def _undisturbed(cluster: LiveCluster, seed: int) -> list[str]:
+async def _assert_same(cluster: LiveCluster, disturbed: list[Asked]) -> None:
+    """All answers have their receipts, and asked again, undisturbed, they are the same."""
     async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120) as http:
-        return [_text(answer) for answer in await asyncio.gather(*(_ask(http, prompt) for prompt in _prompts(seed)))]
-
-
-def _assert_same(answers: list[dict[str, Any]], expected: list[str]) -> None:
-    assert [_text(answer) for answer in answers] == expected
-    for answer in answers:
+        again = await asyncio.gather(*(_ask(http, prompt) for prompt, _ in disturbed))
+    assert [_text(answer) for _, answer in disturbed] == [_text(answer) for answer in again]
+    for _, answer in disturbed:
         receipt = answer["kv_receipt"]
         assert receipt["transport"] == "local" or receipt["checksum_verified"], receipt
 
@@ -80,16 +91,16 @@ def test_a_prefill_worker_that_freezes_while_it_pushes_costs_no_answer_and_no_bl
     tmp_path: Path, transport: str
 ) -> None:
     with _two_by_one(tmp_path, transport) as cluster:
-        answers = asyncio.run(_disturbed(cluster, 1, lambda: cluster.kill(VICTIM, signal.SIGSTOP)))
+        asked = asyncio.run(_disturbed(cluster, 1, lambda: cluster.kill(VICTIM, signal.SIGSTOP)))
         try:
             # Over shm the frozen process might write at any time; over tcp the decode worker alone writes.
             quarantined = _worker(cluster.state(), "decode-0").blocks_quarantined
             assert bool(quarantined) == (transport == "shm"), quarantined
-            assert any(answer["kv_receipt"]["attempt"] > 1 for answer in answers)
+            assert any(answer["kv_receipt"]["attempt"] > 1 for _, answer in asked)
         finally:
             cluster.kill(VICTIM, signal.SIGCONT if transport == "shm" else signal.SIGKILL)
         cluster.wait_at_rest()
-        _assert_same(answers, asyncio.run(_undisturbed(cluster, 1)))
+        asyncio.run(_assert_same(cluster, asked))
         if transport == "shm":
             _kill_while_the_decode_pool_is_full(cluster)
         cluster.wait_at_rest()
@@ -97,9 +108,9 @@ def test_a_prefill_worker_that_freezes_while_it_pushes_costs_no_answer_and_no_bl
 
 def _kill_while_the_decode_pool_is_full(cluster: LiveCluster) -> None:
     """Its death is the fence: what it was writing is free at once, and others take its place."""
-    answers = asyncio.run(_disturbed(cluster, 2, lambda: cluster.kill(VICTIM, signal.SIGKILL)))
+    asked = asyncio.run(_disturbed(cluster, 2, lambda: cluster.kill(VICTIM, signal.SIGKILL)))
     cluster.wait_at_rest()
-    _assert_same(answers, asyncio.run(_undisturbed(cluster, 2)))
+    asyncio.run(_assert_same(cluster, asked))
 
 
 def _two_by_one(directory: Path, transport: str) -> AbstractContextManager[LiveCluster]:

@@ -172,7 +172,7 @@ async def test_a_stop_while_a_restart_is_due_starts_nothing(tmp_path: Path) -> N
 async def test_who_ignores_sigterm_is_killed_by_pid_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.launcher._WORKER_EXIT_GRACE_S", 0.3)
+    monkeypatch.setattr("kvferry.launcher._WORKER_EXIT_GRACE_S", 3.0)  # enough for the one that does not ignore it
     async with watched(tmp_path, prefill="ignores-sigterm") as fixture:
         await fixture.cluster.start()
         assert not await fixture.cluster.stop()

@@ -61,11 +61,18 @@ async def test_a_cancelled_task_cancels_on_both_workers(state: States) -> None:
 
 
 @ALL_STATES
-async def test_the_deadline_ends_a_request_in_any_state_on_both_workers(state: States) -> None:
+async def test_the_deadline_ends_a_request_in_any_state_on_both_workers(
+    state: States, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with router_cluster() as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
         _hold(state, decode, prefill)
-        failure = await failure_of(cluster.run(cluster.request(timeout_s=0.3)))
+        reading = asyncio.create_task(cluster.run(cluster.request(timeout_s=1000)))
+        await state(cluster, decode, prefill)
+        # Whatever the event loop has scheduled for the next 1000 seconds is due now.
+        loop_time = asyncio.get_running_loop().time
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: loop_time() + 1000)
+        failure = await failure_of(reading)
         assert failure.code == ErrorCode.DEADLINE_EXCEEDED
         await decode.until(lambda: decode.cancelled == [("request-1", 1)] and not decode.live)
         await prefill.until(lambda: not prefill.running)

@@ -18,7 +18,7 @@ async def main(shutdown):
     write_ready_line("sample", port=7)
     {body}
 
-sys.exit(run_service(main, exit_on_stdin_close={watch}, orphan_grace_s=0.2))
+sys.exit(run_service(main, exit_on_stdin_close={watch}, orphan_grace_s={grace_s}))
 """
 DRAINS = "await shutdown.wait(); sys.stderr.write('drained'); return 3"
 HANGS_WHEN_DRAINING = "await shutdown.wait(); sys.stderr.write('draining'); sys.stderr.flush(); await asyncio.sleep(60)"
@@ -26,9 +26,9 @@ STUCK_LOOP = "time.sleep(60)"
 
 
 @contextmanager
-def service(body: str, *, watch: bool = False) -> Iterator[subprocess.Popen[str]]:
+def service(body: str, *, watch: bool = False, grace_s: float = 60.0) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVICE.format(body=body, watch=watch)],
+        [sys.executable, "-c", SERVICE.format(body=body, watch=watch, grace_s=grace_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -98,7 +98,7 @@ def test_the_end_of_standard_input_means_nothing_otherwise() -> None:
 
 @pytest.mark.parametrize("body", [HANGS_WHEN_DRAINING, STUCK_LOOP])
 def test_an_orphan_that_cannot_drain_ends_anyway(body: str) -> None:
-    with service(body, watch=True) as process:
+    with service(body, watch=True, grace_s=0.2) as process:
         _wait_ready(process)
         assert process.stdin is not None
         process.stdin.close()

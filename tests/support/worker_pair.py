@@ -3,17 +3,20 @@
 import itertools
 import queue
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode_worker.worker import AdmitRequest, CancelRequest, DecodeView, DecodeWorker, sequence_id
+from decode_worker.export import Exporter, check_export
+from decode_worker.worker import AdmitRequest, CancelRequest, DecodeView, DecodeWorker, ExportEvent, sequence_id
 from decode_worker.worker import Command as DecodeCommand
 from engine.build import EnginePlan, build_engine, plan_engine
 from engine.loop import EngineLoop
 from engine.options import EngineOptions
 from engine.wire import build_sequence
+from kv_transfer.backlog import DEFAULT_MAX_BACKLOG_BYTES
 from kv_transfer.events import SendEvent, Sent
 from kv_transfer.faults import FaultPlan
 from kv_transfer.identity import Identity
@@ -22,10 +25,12 @@ from kv_transfer.region import MemoryRegion
 from kv_transfer.sender import HandoffSender
 from kv_transfer.transport_memory import MemoryNetwork
 from kvferry_rpc import common_pb2, internal_pb2
-from prefill_worker.worker import Cancel, PrefillView, PrefillWorker, Submit
+from prefill_worker.pull import Puller
+from prefill_worker.worker import Cancel, Nudge, PrefillView, PrefillWorker, PullEvent, Submit
 from prefill_worker.worker import Command as PrefillCommand
-from runtime.clock import SystemClock
+from runtime.clock import Clock, SystemClock
 from runtime.kv_event_log import KVEventLog
+from tests.support.step_gate import StepGate
 
 WAIT_S = 30.0  # only ever reached by a test that fails
 _SECRET = b"a secret of the tests"
@@ -60,34 +65,45 @@ class WorkerPair:
         verify_checksums: bool = True,
         num_blocks: int = 32,
         lease_s: float = 10.0,
+        clock: Clock | None = None,
+        pull_faults: FaultPlan | None = None,
+        pull_patience_s: float = WAIT_S,
+        max_backlog_bytes: int = DEFAULT_MAX_BACKLOG_BYTES,
         **options: Any,
     ) -> None:
         settings: dict[str, Any] = {"block_size": 8, "token_budget": 16, "max_num_seqs": 8, **options}
         self.options = EngineOptions(model=str(model), cache_dir=cache_dir, num_blocks=num_blocks, **settings)
         self.plan: EnginePlan = plan_engine(self.options, available_bytes=None)
-        self.clock = SystemClock()
+        self.clock = clock or SystemClock()
         self.fatal: list[Exception] = []
         network: dict[str, Any] = {"network": MemoryNetwork()} if transport == "memory" else {}
-        self._pools = [MemoryRegion.allocate(self.plan.pool_bytes, shared=shared) for shared in (False, True)]
+        self._pools = [MemoryRegion.allocate(self.plan.pool_bytes, shared=True) for _ in range(2)]
         self._ids = itertools.count(1)
         self.prefill_log, self.decode_log = KVEventLog(), KVEventLog()
-        self._start_decode(transport, lease_s, verify_checksums, network)
-        self._start_prefill(transport, faults, network)
+        common = {"transports": (transport,), "clock": self.clock, **network}
+        self._start_decode(common, lease_s, verify_checksums, pull_faults)
+        sending = {"faults": faults, "max_backlog_bytes": max_backlog_bytes, **common}
+        self._start_prefill(common, sending, lease_s, pull_patience_s)
+        self.exports = True  # whether this router carries the tickets of pulls
 
-    def _start_decode(self, transport: str, lease_s: float, verify: bool, network: dict[str, Any]) -> None:
+    def _start_decode(self, common: dict[str, Any], lease_s: float, verify: bool, faults: FaultPlan | None) -> None:
         engine = build_engine(self.options, self.plan, self._pools[1].buffer, prefill_only=False)
+        identity = self._identity("decode", self._pools[1])
         self.receiver = HandoffReceiver(
-            self._identity("decode", self._pools[1]),
+            identity,
             bind_host="127.0.0.1",
-            transports=(transport,),
             lease_s=lease_s,
             verify_checksums=verify,
-            clock=self.clock,
             on_event=lambda event: self.decode.notify(event),
-            **network,
+            **common,
         )
-        limits = self.plan.limits
-        self._decode_worker = DecodeWorker(engine, self.receiver, limits.vocab_size, self.decode_log, self.clock)
+        self.export_sender = HandoffSender(
+            identity, on_event=lambda event: self.decode.notify(ExportEvent(event)), faults=faults, **common
+        )
+        exporter = Exporter(engine, self.export_sender, self.plan.layout)
+        vocab_size = self.plan.limits.vocab_size
+        self._decode_worker = DecodeWorker(engine, self.receiver, exporter, vocab_size, self.decode_log, self.clock)
+        self.decode_gate = StepGate(self._decode_worker)
         self.decode_engine = engine
         self.decode: EngineLoop[DecodeCommand, DecodeView] = EngineLoop(
             self._decode_worker, clock=self.clock, max_inbox=64, on_fatal=self.fatal.append
@@ -95,19 +111,30 @@ class WorkerPair:
         self.receiver.start()
         self.decode.start()
 
-    def _start_prefill(self, transport: str, faults: FaultPlan | None, network: dict[str, Any]) -> None:
+    def _start_prefill(
+        self, common: dict[str, Any], sending: dict[str, Any], lease_s: float, patience_s: float
+    ) -> None:
         engine = build_engine(self.options, self.plan, self._pools[0].buffer, prefill_only=True)
+        identity, layout = self._identity("prefill", self._pools[0]), self.plan.layout
         self.sender = HandoffSender(
-            self._identity("prefill", self._pools[0]),
-            transports=(transport,),
-            clock=self.clock,
+            identity,
             on_event=self._on_send_event,
-            faults=faults,
-            **network,
+            on_backlog=lambda: self.prefill.notify(Nudge()),
+            **sending,
         )
+        self.pull_receiver = HandoffReceiver(
+            identity,
+            bind_host="127.0.0.1",
+            lease_s=lease_s,
+            on_event=lambda event: self.prefill.notify(PullEvent(event)),
+            **common,
+        )
+        self.pull_receiver.start()
+        puller = Puller(engine, self.pull_receiver, layout.block_bytes, self.clock, patience_s=patience_s)
         self._prefill_worker = PrefillWorker(
-            engine, self.sender, self.plan.layout.num_layers, self.prefill_log, self.clock
+            engine, self.sender, puller, layout.num_layers, self.prefill_log, self.clock
         )
+        self.prefill_gate = StepGate(self._prefill_worker)
         self.prefill_engine = engine
         self.prefill: EngineLoop[PrefillCommand, PrefillView] = EngineLoop(
             self._prefill_worker, clock=self.clock, max_inbox=64, on_fatal=self.fatal.append
@@ -130,8 +157,8 @@ class WorkerPair:
             if error is None:
                 self.wait_at_rest()
         finally:
-            self.sender.close(10.0)
-            self.receiver.close(10.0)
+            for end in (self.sender, self.export_sender, self.receiver, self.pull_receiver):
+                end.close(10.0)
             self.prefill.stop(10.0)
             self.decode.stop(10.0)
 
@@ -145,6 +172,7 @@ class WorkerPair:
         local_prefill: bool = False,
         deadline_s: float = WAIT_S,
         num_output_tokens: int = 0,
+        cache_salt: bytes = b"",
     ) -> "Request":
         """Admit on the decode worker; the request's events collect in it."""
         number = next(self._ids)
@@ -155,6 +183,7 @@ class WorkerPair:
             num_output_tokens=num_output_tokens,
             sampling=sampling,
             local_prefill=local_prefill,
+            cache_salt=cache_salt,
         )
         request = Request(message, session_id=number)
         self.decode.submit(
@@ -170,14 +199,53 @@ class WorkerPair:
         )
         return request
 
-    def prefill_into(self, request: "Request", ticket: internal_pb2.Ticket, *, deadline_s: float = WAIT_S) -> None:
-        """Send the prompt to the prefill worker."""
+    def prefill_into(
+        self,
+        request: "Request",
+        ticket: internal_pb2.Ticket,
+        *,
+        deadline_s: float = WAIT_S,
+        source_tokens: int | None = None,
+    ) -> None:
+        """Send the prompt to the prefill worker; with `source_tokens`, as one that decode holds so many tokens of."""
         now = self.clock.now()
         sequence = build_sequence(request.message, self.plan.limits, ticket.handoff_id)
-        request.submit = Submit(sequence, ticket, now, now + deadline_s, request.on_prefill)
+        source = None
+        if source_tokens is not None:
+            source = internal_pb2.KVSource(decode_worker="decode", num_tokens=source_tokens)
+
+        def reply(event: internal_pb2.PrefillEvent) -> None:
+            if event.WhichOneof("kind") != "pull":
+                request.on_prefill(event)
+            else:
+                request.pull = event.pull
+                if self.exports:
+                    self.export(request, event.pull)
+
+        request.submit = Submit(sequence, ticket, now, now + deadline_s, reply, source)
         self.prefill.submit(request.submit)
 
-    def run(self, prompt: SequenceOf[int], sampling: common_pb2.SamplingParams, **admit: Any) -> Outcome:
+    def export(self, request: "Request", ticket: internal_pb2.Ticket, salt: bytes | None = None) -> None:
+        """Carry a pull's ticket to the decode worker."""
+        num_tokens = (ticket.first_block + len(ticket.block_ids)) * ticket.layout.block_size
+        message = internal_pb2.Export(
+            request_id=request.message.request_id,
+            attempt=1,
+            prompt_token_ids=request.message.prompt_token_ids[:num_tokens],
+            cache_salt=request.message.cache_salt if salt is None else salt,
+            ticket=ticket,
+            deadline_ms=5000,
+        )
+        self.decode.notify(check_export(message, self.clock.now()))
+
+    def run(
+        self,
+        prompt: SequenceOf[int],
+        sampling: common_pb2.SamplingParams,
+        *,
+        source_tokens: int | None = None,
+        **admit: Any,
+    ) -> Outcome:
         """One request to its end on both workers."""
         request = self.admit(prompt, sampling, **admit)
         if admit.get("local_prefill"):
@@ -185,7 +253,7 @@ class WorkerPair:
         ticket = request.ticket()
         if ticket is None:
             return request.outcome
-        self.prefill_into(request, ticket)
+        self.prefill_into(request, ticket, source_tokens=source_tokens)
         return request.wait()
 
     def cancel(self, request: "Request") -> None:
@@ -194,13 +262,17 @@ class WorkerPair:
         if request.submit is not None:
             self.prefill.notify(Cancel(request.submit))
 
-    def wait_at_rest(self) -> None:
-        """Until no worker holds anything; then audit both."""
-        deadline = self.clock.now() + WAIT_S
-        while not self._at_rest():
-            assert self.clock.now() < deadline, (self.prefill.snapshot, self.decode.snapshot)
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until the workers' snapshots fulfil the condition."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, (self.prefill.snapshot, self.decode.snapshot)
             assert not self.fatal, self.fatal
             time.sleep(0.005)  # snapshots can only be looked at
+
+    def wait_at_rest(self) -> None:
+        """Until no worker holds anything; then audit both."""
+        self.wait_until(self._at_rest)
         self.prefill.stop(10.0)
         self.decode.stop(10.0)
         for worker in (self._prefill_worker, self._decode_worker):
@@ -225,6 +297,7 @@ class Request:
         self.message = message
         self.session_id = session_id  # a session of its own: events of a step are batched by session
         self.submit: Submit | None = None
+        self.pull: internal_pb2.Ticket | None = None
         self.outcome = Outcome()
         self._events: queue.Queue[internal_pb2.DecodeEvent | internal_pb2.PrefillEvent] = queue.Queue()
 
