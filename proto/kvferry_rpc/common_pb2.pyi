@@ -405,6 +405,12 @@ class KVReceipt(_message.Message):
     DECODE_MS_FIELD_NUMBER: _builtins.int
     PLAN_REASON_FIELD_NUMBER: _builtins.int
     EARLIER_FAILURES_FIELD_NUMBER: _builtins.int
+    TRANSPORT_DETAIL_FIELD_NUMBER: _builtins.int
+    EXPECTED_TRANSPORT_FIELD_NUMBER: _builtins.int
+    CONVERSION_FIELD_NUMBER: _builtins.int
+    PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PULL_MS_FIELD_NUMBER: _builtins.int
+    HIDDEN_SHARE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As returned to the client."""
     handoff_id: _builtins.str
@@ -416,7 +422,7 @@ class KVReceipt(_message.Message):
     decode_worker: _builtins.str
     """Worker id."""
     transport: _builtins.str
-    """The transport really used: shm, tcp, memory; `local` when nothing moved."""
+    """The transport really used: shm, nixl, ucx, tcp, memory; `local` when nothing moved."""
     prompt_tokens: _builtins.int
     """Length of the prompt, in tokens."""
     prefill_cached_tokens: _builtins.int
@@ -449,6 +455,18 @@ class KVReceipt(_message.Message):
     """Verified to last token."""
     plan_reason: _builtins.str
     """Why the policy chose these workers."""
+    transport_detail: _builtins.str
+    """What the transport's own library chose, for example `tcp/lo`; empty when it does not choose."""
+    expected_transport: _builtins.str
+    """The best transport that both workers offered; differs from `transport` when it did not work."""
+    conversion: _builtins.str
+    """How the layout was changed on the way, for example `dtype fp32 -> int8`; empty when it was not."""
+    pulled_tokens: _builtins.int
+    """Prompt tokens that the prefill worker took from the decode worker instead of computing them."""
+    pull_ms: _builtins.float
+    """From asking for them to having them verified, or to giving up."""
+    hidden_share: _builtins.float
+    """Share of transfer_ms that ran while prefill still computed, 0 to 1."""
     @_builtins.property
     def earlier_failures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """One line for each earlier attempt."""
@@ -479,10 +497,16 @@ class KVReceipt(_message.Message):
         decode_ms: _builtins.float = ...,
         plan_reason: _builtins.str = ...,
         earlier_failures: _abc.Iterable[_builtins.str] | None = ...,
+        transport_detail: _builtins.str = ...,
+        expected_transport: _builtins.str = ...,
+        conversion: _builtins.str = ...,
+        pulled_tokens: _builtins.int = ...,
+        pull_ms: _builtins.float = ...,
+        hidden_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "checksum", b"checksum", "checksum_verified", b"checksum_verified", "commit_ms", b"commit_ms", "decode_cached_tokens", b"decode_cached_tokens", "decode_ms", b"decode_ms", "decode_worker", b"decode_worker", "earlier_failures", b"earlier_failures", "exposed_transfer_ms", b"exposed_transfer_ms", "handoff_id", b"handoff_id", "plan_reason", b"plan_reason", "preempted_tokens", b"preempted_tokens", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "queue_ms", b"queue_ms", "request_id", b"request_id", "tokens_recomputed", b"tokens_recomputed", "transfer_ms", b"transfer_ms", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "checksum", b"checksum", "checksum_verified", b"checksum_verified", "commit_ms", b"commit_ms", "conversion", b"conversion", "decode_cached_tokens", b"decode_cached_tokens", "decode_ms", b"decode_ms", "decode_worker", b"decode_worker", "earlier_failures", b"earlier_failures", "expected_transport", b"expected_transport", "exposed_transfer_ms", b"exposed_transfer_ms", "handoff_id", b"handoff_id", "hidden_share", b"hidden_share", "plan_reason", b"plan_reason", "preempted_tokens", b"preempted_tokens", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "pull_ms", b"pull_ms", "pulled_tokens", b"pulled_tokens", "queue_ms", b"queue_ms", "request_id", b"request_id", "tokens_recomputed", b"tokens_recomputed", "transfer_ms", b"transfer_ms", "transport", b"transport", "transport_detail", b"transport_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

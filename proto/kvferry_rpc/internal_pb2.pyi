@@ -170,6 +170,7 @@ class LoadReport(_message.Message):
     HANDOFFS_COMMITTED_FIELD_NUMBER: _builtins.int
     HANDOFFS_FAILED_FIELD_NUMBER: _builtins.int
     BYTES_MOVED_FIELD_NUMBER: _builtins.int
+    TICKETS_REFUSED_FIELD_NUMBER: _builtins.int
     blocks_free: _builtins.int
     blocks_cached: _builtins.int
     blocks_used: _builtins.int
@@ -195,6 +196,8 @@ class LoadReport(_message.Message):
     """Since start."""
     bytes_moved: _builtins.int
     """KV payload sent or received, since start."""
+    tickets_refused: _builtins.int
+    """Forged, replayed, expired, misused; since start."""
     def __init__(
         self,
         *,
@@ -214,10 +217,11 @@ class LoadReport(_message.Message):
         handoffs_committed: _builtins.int = ...,
         handoffs_failed: _builtins.int = ...,
         bytes_moved: _builtins.int = ...,
+        tickets_refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_used", b"blocks_used", "bytes_moved", b"bytes_moved", "engine_stalled_ms", b"engine_stalled_ms", "handoffs_committed", b"handoffs_committed", "handoffs_failed", b"handoffs_failed", "preemptions", b"preemptions", "prompt_tokens_computed", b"prompt_tokens_computed", "sequences_receiving", b"sequences_receiving", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_waiting", b"tokens_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_used", b"blocks_used", "bytes_moved", b"bytes_moved", "engine_stalled_ms", b"engine_stalled_ms", "handoffs_committed", b"handoffs_committed", "handoffs_failed", b"handoffs_failed", "preemptions", b"preemptions", "prompt_tokens_computed", b"prompt_tokens_computed", "sequences_receiving", b"sequences_receiving", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "steps", b"steps", "tickets_refused", b"tickets_refused", "tokens_generated", b"tokens_generated", "tokens_waiting", b"tokens_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -391,6 +395,7 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """1 for the first try."""
@@ -412,6 +417,10 @@ class PrefillRequest(_message.Message):
     def ticket(self) -> Global___Ticket:
         """Where the KV goes."""
 
+    @_builtins.property
+    def source(self) -> Global___KVSource:
+        """Optional: who may hold more of the prompt's KV than this worker."""
+
     def __init__(
         self,
         *,
@@ -423,14 +432,41 @@ class PrefillRequest(_message.Message):
         cache_salt: _builtins.bytes = ...,
         ticket: Global___Ticket | None = ...,
         deadline_ms: _builtins.int = ...,
+        source: Global___KVSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "source", b"source", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_output_tokens", b"num_output_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_output_tokens", b"num_output_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class KVSource(_message.Message):
+    """A decode worker whose prefix cache holds the beginning of a prompt, as far as the router knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    decode_worker: _builtins.str
+    """Worker id."""
+    num_tokens: _builtins.int
+    """Leading prompt tokens that it probably holds, whole blocks."""
+    def __init__(
+        self,
+        *,
+        decode_worker: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVSource: _TypeAlias = KVSource  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):
@@ -439,24 +475,30 @@ class PrefillEvent(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PULL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_token(self) -> _common_pb2.TokenOutput: ...
     @_builtins.property
     def done(self) -> Global___PrefillDone: ...
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
+    @_builtins.property
+    def pull(self) -> Global___Ticket:
+        """At most once, before the first token: what this worker wants from `source`."""
+
     def __init__(
         self,
         *,
         first_token: _common_pb2.TokenOutput | None = ...,
         done: Global___PrefillDone | None = ...,
         error: _common_pb2.Error | None = ...,
+        pull: Global___Ticket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "first_token", b"first_token", "kind", b"kind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "first_token", b"first_token", "kind", b"kind", "pull", b"pull"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "first_token", b"first_token", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "first_token", b"first_token", "kind", b"kind", "pull", b"pull"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["first_token", "done", "error"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["first_token", "done", "error", "pull"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -477,6 +519,11 @@ class PrefillDone(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     EXPOSED_TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_DETAIL_FIELD_NUMBER: _builtins.int
+    EXPECTED_TRANSPORT_FIELD_NUMBER: _builtins.int
+    CONVERSION_FIELD_NUMBER: _builtins.int
+    PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PULL_MS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Found in the prefix cache here."""
     blocks_sent: _builtins.int
@@ -490,6 +537,16 @@ class PrefillDone(_message.Message):
     prefill_ms: _builtins.float
     transfer_ms: _builtins.float
     exposed_transfer_ms: _builtins.float
+    transport_detail: _builtins.str
+    """As in KVReceipt."""
+    expected_transport: _builtins.str
+    """As in KVReceipt."""
+    conversion: _builtins.str
+    """As in KVReceipt."""
+    pulled_tokens: _builtins.int
+    """As in KVReceipt; they count as cached too."""
+    pull_ms: _builtins.float
+    """As in KVReceipt."""
     def __init__(
         self,
         *,
@@ -502,10 +559,15 @@ class PrefillDone(_message.Message):
         prefill_ms: _builtins.float = ...,
         transfer_ms: _builtins.float = ...,
         exposed_transfer_ms: _builtins.float = ...,
+        transport_detail: _builtins.str = ...,
+        expected_transport: _builtins.str = ...,
+        conversion: _builtins.str = ...,
+        pulled_tokens: _builtins.int = ...,
+        pull_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "cached_tokens", b"cached_tokens", "checksum", b"checksum", "exposed_transfer_ms", b"exposed_transfer_ms", "prefill_ms", b"prefill_ms", "transfer_ms", b"transfer_ms", "transport", b"transport", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "cached_tokens", b"cached_tokens", "checksum", b"checksum", "conversion", b"conversion", "expected_transport", b"expected_transport", "exposed_transfer_ms", b"exposed_transfer_ms", "prefill_ms", b"prefill_ms", "pull_ms", b"pull_ms", "pulled_tokens", b"pulled_tokens", "transfer_ms", b"transfer_ms", "transport", b"transport", "transport_detail", b"transport_detail", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -513,7 +575,7 @@ Global___PrefillDone: _TypeAlias = PrefillDone  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):
-    """Where the KV of one sequence goes. Made by the decode worker; used by one prefill worker, once."""
+    """Where the KV of one sequence goes. Made by the worker that receives, used by the one that sends, once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -533,6 +595,7 @@ class Ticket(_message.Message):
     attempt: _builtins.int
     """Attempt of the request."""
     decode_worker_id: _builtins.str
+    """The receiving worker: a prefill worker for a pull."""
     incarnation: _builtins.bytes
     """Of the decode worker; a later life refuses it."""
     secret: _builtins.bytes
@@ -587,7 +650,7 @@ class TransportOffer(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTOR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """shm, tcp or memory."""
+    """shm, nixl, ucx, tcp or memory."""
     descriptor: _builtins.bytes
     """Transport's own, at most 4 KiB; msgpack."""
     def __init__(
@@ -611,6 +674,7 @@ class DecodeCommand(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     ADMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    EXPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message, once."""
@@ -619,18 +683,21 @@ class DecodeCommand(_message.Message):
     def admit(self) -> Global___Admit: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def export(self) -> Global___Export: ...
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         admit: Global___Admit | None = ...,
         cancel: Global___Cancel | None = ...,
+        export: Global___Export | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "hello", b"hello", "kind", b"kind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "export", b"export", "hello", b"hello", "kind", b"kind"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "hello", b"hello", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "export", b"export", "hello", b"hello", "kind", b"kind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "admit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "admit", "cancel", "export"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -732,6 +799,51 @@ class Cancel(_message.Message):
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
+class Export(_message.Message):
+    """Send the blocks of a prompt that the prefix cache still holds to a prefill worker. There is no answer on the session:
+    the hand-off itself ends in a commit or in an abort.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    cache_salt: _builtins.bytes
+    deadline_ms: _builtins.int
+    """What is left of the time for the pull."""
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in PrefillRequest; only the tokens of the wanted blocks and those before."""
+
+    @_builtins.property
+    def ticket(self) -> Global___Ticket:
+        """Made by the prefill worker."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.bytes = ...,
+        ticket: Global___Ticket | None = ...,
+        deadline_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Export: _TypeAlias = Export  # noqa: Y015
+
+@_typing.final
 class DecodeEvents(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -760,6 +872,7 @@ class DecodeEvent(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -776,6 +889,10 @@ class DecodeEvent(_message.Message):
         """Terminal: finished."""
 
     @_builtins.property
+    def verified(self) -> Global___HandoffVerified:
+        """Once for each remote prefill, before the first Tokens: the KV is here, and right."""
+
+    @_builtins.property
     def failed(self) -> _common_pb2.Error:
         """Terminal: refused or failed."""
 
@@ -787,17 +904,54 @@ class DecodeEvent(_message.Message):
         ticket: Global___Ticket | None = ...,
         tokens: Global___Tokens | None = ...,
         done: Global___DecodeDone | None = ...,
+        verified: Global___HandoffVerified | None = ...,
         failed: _common_pb2.Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failed", b"failed", "kind", b"kind", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failed", b"failed", "kind", b"kind", "ticket", b"ticket", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "done", b"done", "failed", b"failed", "kind", b"kind", "request_id", b"request_id", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "done", b"done", "failed", b"failed", "kind", b"kind", "request_id", b"request_id", "ticket", b"ticket", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["ticket", "tokens", "done", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["ticket", "tokens", "done", "verified", "failed"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___DecodeEvent: _TypeAlias = DecodeEvent  # noqa: Y015
+
+@_typing.final
+class HandoffVerified(_message.Message):
+    """The decode half of the receipt as far as the hand-off goes. What a strict router checks before a token leaves it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_VERIFIED_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    COMMIT_MS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    cached_tokens: _builtins.int
+    """Found in the prefix cache here at admission."""
+    checksum_verified: _builtins.bool
+    checksum: _builtins.bytes
+    """Digest over the fingerprints of the blocks received."""
+    commit_ms: _builtins.float
+    transport: _builtins.str
+    """The one that the blocks came by."""
+    def __init__(
+        self,
+        *,
+        cached_tokens: _builtins.int = ...,
+        checksum_verified: _builtins.bool = ...,
+        checksum: _builtins.bytes = ...,
+        commit_ms: _builtins.float = ...,
+        transport: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checksum", b"checksum", "checksum_verified", b"checksum_verified", "commit_ms", b"commit_ms", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoffVerified: _TypeAlias = HandoffVerified  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):
