@@ -124,6 +124,18 @@ class KVCacheLayout:
         return self.kv_head_start + self.num_kv_heads
 
     @property
+    def shard(self) -> str:
+        """The heads stored here, for messages: "0..3"."""
+        return f"{self.kv_head_start}..{self.kv_head_end - 1}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model_id} at revision {self.model_revision}, {self.num_layers} layers, kv heads {self.shard} of "
+            f"{self.model_kv_heads}, head_dim {self.head_dim}, block_size {self.block_size}, {self.dtype.value}, axis "
+            f"order {self.axis_order}, hash version {self.hash_version}"
+        )
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of K, V and scales of one token over all layers, padding not counted."""
         scale = SCALE_BYTES if self.dtype.has_scales else 0
@@ -178,24 +190,31 @@ class KVCacheLayout:
         """Blocks that hold `num_tokens` tokens, the last one maybe partly."""
         return -(-num_tokens // self.block_size)
 
-    def compare(self, other: "KVCacheLayout") -> LayoutMatch:
-        """Whether blocks can move between a pool of this layout ("here") and one of `other` ("there")."""
+    def compare(self, other: "KVCacheLayout", here: str = "here", there: str = "there") -> LayoutMatch:
+        """Whether blocks can move between a pool of this layout and one of `other`.
+
+        The reasons call the places `here` and `there`.
+        """
+
+        def differ(name: str, ours: object, theirs: object) -> str:
+            return f"{name} {ours} {here} and {theirs} {there}"
+
         refusals = [
-            f"{name} is {getattr(self, name)} here and {getattr(other, name)} there"
+            differ(f"{name} is", getattr(self, name), getattr(other, name))
             for name in _MUST_AGREE
             if getattr(self, name) != getattr(other, name)
         ]
         if self.kv_head_end <= other.kv_head_start or other.kv_head_end <= self.kv_head_start:
-            refusals.append(f"kv heads are {self._shard} here and {other._shard} there, with none in common")
+            refusals.append(f"{differ('kv heads are', self.shard, other.shard)}, with none in common")
         if refusals:
             return LayoutMatch(LayoutVerdict.REFUSED, tuple(refusals))
         conversions = []
         if self.block_size != other.block_size:
-            conversions.append(f"block_size is {self.block_size} here and {other.block_size} there")
+            conversions.append(differ("block_size is", self.block_size, other.block_size))
         if self.dtype is not other.dtype:
-            conversions.append(f"dtype is {self.dtype.value} here and {other.dtype.value} there")
-        if self._shard != other._shard:
-            conversions.append(f"kv heads are {self._shard} here and {other._shard} there")
+            conversions.append(differ("dtype is", self.dtype.value, other.dtype.value))
+        if self.shard != other.shard:
+            conversions.append(differ("kv heads are", self.shard, other.shard))
         verdict = LayoutVerdict.CONVERTIBLE if conversions else LayoutVerdict.IDENTICAL
         return LayoutMatch(verdict, tuple(conversions))
 
@@ -235,10 +254,6 @@ class KVCacheLayout:
     @property
     def _scale_bytes(self) -> int:
         return self.num_kv_heads * self.block_size * SCALE_BYTES if self.dtype.has_scales else 0
-
-    @property
-    def _shard(self) -> str:
-        return f"{self.kv_head_start}..{self.kv_head_end - 1}"
 
 
 _MUST_AGREE = (

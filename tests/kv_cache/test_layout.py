@@ -160,6 +160,15 @@ def test_pools_that_differ_in_a_convertible_way_say_what_to_convert(change: dict
     assert other.compare(SMOLLM2).verdict is LayoutVerdict.CONVERTIBLE
 
 
+def test_a_layout_and_a_comparison_can_be_told_to_an_operator() -> None:
+    assert str(SMOLLM2) == (
+        "smollm2 at revision abc123, 30 layers, kv heads 0..2 of 3, head_dim 64, block_size 16, fp32, axis order "
+        "bl_k(htd)v(htd)s, hash version 1"
+    )
+    match = SMOLLM2.compare(replace(SMOLLM2, block_size=32), "at the sender", "at the receiver")
+    assert match.reasons == ("block_size is 16 at the sender and 32 at the receiver",)
+
+
 def test_all_differences_that_forbid_the_exchange_are_named_and_the_convertible_ones_are_not() -> None:
     match = SMOLLM2.compare(replace(SMOLLM2, num_layers=1, head_dim=8, dtype=KVDtype.INT8))
     assert match.reasons == ("num_layers is 30 here and 1 there", "head_dim is 64 here and 8 there")
