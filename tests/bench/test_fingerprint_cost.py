@@ -1,0 +1,40 @@
+"""The cost of fingerprints is measured on hand-offs that bring the content, with fingerprints and without."""
+
+import io
+import json
+
+import pytest
+
+from bench.common import transfer_peer as peers
+from bench.common.harness import Options, Report
+from bench.fingerprint_cost import layout_for, measure, two_ends
+from kv_transfer import fingerprint
+
+
+@pytest.mark.parametrize("page_kb", [4, 8, 64, 256])
+def test_pages_have_the_size_that_the_variant_names(page_kb: int) -> None:
+    assert layout_for(page_kb).page_bytes == page_kb * 1024
+
+
+def test_a_page_size_gives_a_line_for_each_metric() -> None:
+    out, options = io.StringIO(), Options(quick=True)
+    with Report(options, out=out, err=io.StringIO()) as report, two_ends(layout_for(4), 4, seed=1) as ends:
+        ends.use((3, 1), (0, 2))
+        measure(ends, "4KiB", report, options)
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [(line["metric"], line["variant"], line["baseline"]) for line in lines] == [
+        ("fingerprints_vs_memcpy", "4KiB", "memcpy"),
+        ("fingerprint_share", "4KiB", "unchecked"),
+    ]
+    assert lines[1]["value"] == pytest.approx(1.0 - lines[1]["ratio"], abs=1e-5)
+
+
+def test_without_fingerprints_every_page_counts_as_zero() -> None:
+    page = memoryview(b"x" * 256)
+    before = fingerprint.pages([page], 256, [7])
+    peers.set_fingerprints(False)
+    try:
+        assert fingerprint.pages([page], 256, [7]) == [0]
+    finally:
+        peers.set_fingerprints(True)
+    assert fingerprint.pages([page], 256, [7]) == before != [0]
