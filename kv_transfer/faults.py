@@ -72,13 +72,21 @@ class PayloadFaults:
         self._lock = threading.Lock()
         self._posts = 0
 
-    def post(self) -> int:
-        """Count a write. Raises TransportError if this is the one to fail."""
+    @property
+    def change_content(self) -> bool:
+        """Whether any write will carry something else than what was to be sent, or less."""
+        plan = self._plan
+        return any(fault is not None for fault in (plan.corrupt_at_post, plan.skip_block, plan.swap_blocks))
+
+    def post(self, size_bytes: int) -> int:
+        """Count a write of this size. Waits if the link is throttled; raises TransportError if it is the one to fail."""
         with self._lock:
             self._posts += 1
             number = self._posts
         if number == self._plan.fail_at_post:
             raise TransportError(f"fault: write {number} fails")
+        if self._plan.bytes_per_second is not None:
+            time.sleep(size_bytes / self._plan.bytes_per_second)
         return number
 
     def parts(self, run: PageRun) -> list[PageRun]:
@@ -97,10 +105,7 @@ class PayloadFaults:
         return swap[1] if block_index == swap[0] else swap[0]
 
     def payload(self, number: int, source: Sequence[memoryview]) -> Sequence[memoryview]:
-        """The bytes of write `number`, with one of them changed if so planned. Waits if the link is throttled."""
-        rate = self._plan.bytes_per_second
-        if rate is not None:
-            time.sleep(sum(view.nbytes for view in source) / rate)
+        """The bytes of write `number`, with one of them changed if so planned."""
         if number != self._plan.corrupt_at_post or not source:
             return source
         changed = bytearray(source[0])

@@ -1,6 +1,6 @@
 """The states of a hand-off, and what a state change asks the outside to do. Pure: no clock, no thread, no socket.
 
-`handoff_receive.py` and `handoff_send.py` hold the two tables that obey these states. They take messages and times as
+`receive_table.py` and `send_table.py` hold the two tables that obey these states. They take messages and times as
 arguments and return effects; whoever calls them carries the effects out, in order.
 """
 
@@ -9,6 +9,7 @@ from enum import Enum
 
 from kv_transfer.messages import HandoffMessage
 from kv_transfer.records import CommitRecord, ReceiveStats, SendStats
+from kv_transfer.refusals import Refusal
 from kvferry_rpc.common_pb2 import ErrorCode
 
 
@@ -82,17 +83,6 @@ class CloseLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Verify:
-    """Compare the content of these blocks with the checksums, then call `HandoffTable.verified`."""
-
-    handoff_id: str
-    attempt: int
-    first_block: int
-    block_ids: tuple[int, ...]
-    checksums: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ReportCommitted:
     """Tell the worker (receiver side)."""
 
@@ -117,6 +107,15 @@ class ReportFenced:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportRefused:
+    """Receiver side: a use of a ticket was refused, and counted. `handoff_id` is what the peer said."""
+
+    link: int
+    handoff_id: str
+    kind: Refusal
+
+
+@dataclass(frozen=True, slots=True)
 class ReportSent:
     """Tell the worker (sender side)."""
 
@@ -131,4 +130,22 @@ class ReportDrained:
     handoff_id: str
 
 
-Effect = Post | Wake | CloseLink | Verify | ReportCommitted | ReportFailed | ReportFenced | ReportSent | ReportDrained
+@dataclass(frozen=True, slots=True)
+class ReportRoom:
+    """Tell the worker (sender side): fewer bytes than the bound wait for this link again."""
+
+    link: int
+
+
+Effect = (
+    Post
+    | Wake
+    | CloseLink
+    | ReportCommitted
+    | ReportFailed
+    | ReportFenced
+    | ReportRefused
+    | ReportSent
+    | ReportDrained
+    | ReportRoom
+)

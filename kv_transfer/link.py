@@ -24,11 +24,15 @@ class Link:
     end only after its last copy, and such a receiver must wait for the sender to close.
     """
 
-    def __init__(self, *, sends_payload: bool, io_timeout_s: float) -> None:
+    def __init__(
+        self, *, sends_payload: bool, io_timeout_s: float, on_break: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_break` is called when the link is broken off, once, by the thread that does it; it must not block."""
         self.number = next(_numbers)
         self.one_sided = False
         self._sends_payload = sends_payload
         self._io_timeout_s = io_timeout_s
+        self._on_break = on_break
         self._changed = threading.Condition()
         self._outbox: deque[HandoffMessage] = deque()
         self._work = False
@@ -82,6 +86,7 @@ class Link:
             self._outbox.clear()
             channel = self._channel
             self._changed.notify()
+        self._on_break()
         if channel is None:
             return
         if not self.one_sided:

@@ -5,9 +5,12 @@ greeting     Hello(nonce)                     ->
                                               <-  Challenge(nonce, proof)        proof = HMAC(secret, both nonces)
              Introduction(proof, who, layout) ->
                                               <-  Welcome(who, layout)           or Goodbye(why)
+transport    Attach(name, data)               ->                                 again with another name if Declined
+                                              <-  Attached(data)                 or Declined(why)
+             Settled                          ->                                 or Attach: it does not work here
 hand-off     Open                             ->
                                               <-  Opened                         or Refused
-             Write + payload ...              ->                                 in-band transports only
+             Write (+ payload) ...            ->
              Commit                           ->
                                               <-  Accepted                       or Rejected
 lease        Renew                            ->
@@ -18,8 +21,10 @@ giving up    Abort, then Fence                ->
 
 import msgspec
 
-PROTOCOL_VERSION = 1
-MAX_GREETING_BYTES = 4 * 1024
+from kv_transfer.choice import EndFacts
+
+PROTOCOL_VERSION = 2
+MAX_GREETING_BYTES = 64 * 1024
 MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_RENEW_IDS = 256
 
@@ -53,12 +58,13 @@ class Introduction(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The receiver accepts the sender and says who it is, with its own proof."""
+    """The receiver accepts the sender and says who it is, with its own proof. `facts` are hints, and not proven."""
 
     proof: bytes
     worker_id: str
     incarnation: bytes
     layout: bytes
+    facts: EndFacts = EndFacts()
 
 
 class Goodbye(Message, frozen=True):
@@ -66,6 +72,33 @@ class Goodbye(Message, frozen=True):
 
     code: int
     reason: str
+
+
+class Attach(Message, frozen=True):
+    """The sender proposes how the payload of this link travels. `data` is the transport's own.
+
+    `wire_layout`: proto bytes of the layout of the pages on the wire; empty when it is the receiver's own.
+    """
+
+    transport: str
+    data: bytes
+    wire_layout: bytes
+
+
+class Attached(Message, frozen=True):
+    """Agreed: the payload of this link travels that way. `data` is the transport's own."""
+
+    data: bytes
+
+
+class Declined(Message, frozen=True):
+    """Not that way. Another may be proposed."""
+
+    reason: str
+
+
+class Settled(Message, frozen=True):
+    """The sender's end of the way agreed on last is up too. The greeting is over."""
 
 
 class Open(Message, frozen=True):
@@ -92,8 +125,9 @@ class Refused(Message, frozen=True):
 
 
 class Write(Message, frozen=True):
-    """Announces a payload: for each of `block_ids`, the pages of layers layer .. layer + num_layers - 1.
+    """A payload: for each of `block_ids`, the pages of layers layer .. layer + num_layers - 1.
 
+    In band, the payload follows. `ucx` and `nixl` move it on their own way now; `shm` has moved it before.
     `block_index` is the index in the prompt of the first block; the ids are the receiver's, as on the ticket.
     """
 
@@ -153,7 +187,7 @@ class Fence(Message, frozen=True):
     handoff_id: str
 
 
-Greeting = Hello | Challenge | Introduction | Welcome | Goodbye
+Greeting = Hello | Challenge | Introduction | Welcome | Attach | Attached | Declined | Settled | Goodbye
 SenderMessage = Open | Write | Commit | Renew | Abort | Fence
 ReceiverMessage = Opened | Refused | Accepted | Rejected | Renewed | Abort
 HandoffMessage = SenderMessage | ReceiverMessage

@@ -3,12 +3,18 @@
 import logging
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kv_cache.layout import KVCacheLayout
+from kv_transfer.attachment import MAX_PROPOSALS, asking
+from kv_transfer.choice import Pair, candidates, degraded, expected
 from kv_transfer.handoff import Failure
 from kv_transfer.link import Link
-from kv_transfer.transport import Channel, LinkError, PayloadWriter, Transport, TransportUnavailable
+from kv_transfer.messages import Settled
+from kv_transfer.region import MemoryRegion
+from kv_transfer.talk import Talk
+from kv_transfer.transport import LinkError, PayloadWriter, Transport, TransportUnavailable
 from kvferry_rpc import internal_pb2
 
 PeerKey = tuple[str, str, bytes]
@@ -21,38 +27,93 @@ _MAX_REMEMBERED = 1024
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class LinkView:
+    """How payload travels on one link: all empty until that is settled.
+
+    `detail`: what the transport's library chose. `expected`: the transport that should have worked; `why_not`: why it
+    is not the one in use, empty when it is, or a better one.
+    """
+
+    transport: str = ""
+    detail: str = ""
+    expected: str = ""
+    why_not: str = ""
+
+
 class Outlet:
     """The link to one decode worker, with what it takes to write there. Its sender owns the thread that runs it."""
 
     def __init__(self, key: PeerKey, ticket: internal_pb2.Ticket, io_timeout_s: float) -> None:
         self.key = key
         self.address, self.worker_id, self.incarnation = key
-        self.offers = [(offer.name, offer.descriptor) for offer in ticket.transports]
+        self.offers = {offer.name: offer.descriptor for offer in ticket.transports}
         self.link = Link(sends_payload=True, io_timeout_s=io_timeout_s)
-        self.transport = ""
+        self.view = LinkView()
         self.thread: threading.Thread | None = None
         self._writer: PayloadWriter | None = None
+        self._wire: KVCacheLayout | None = None
 
     def payload(self) -> PayloadWriter:
         """The way into the peer's pool. Only once `reach` has succeeded."""
         assert self._writer is not None
         return self._writer
 
-    def reach(self, transports: Mapping[str, Transport], channel: Channel, layout: KVCacheLayout) -> Transport:
-        """Take the first transport of the ticket that this side has too and that works. Raises LinkError."""
-        for name, descriptor in self.offers:
-            transport = transports.get(name)
-            if transport is None:
+    def wire(self) -> KVCacheLayout:
+        """The layout of the pages that this link carries. Only once `reach` has succeeded."""
+        assert self._wire is not None
+        return self._wire
+
+    def reach(
+        self,
+        talk: Talk,
+        transports: Mapping[str, Transport],
+        pair: Pair,
+        memory: Sequence[MemoryRegion],
+        *,
+        target: KVCacheLayout,
+        wire: KVCacheLayout,
+    ) -> Transport:
+        """Settle on the best common transport that works. Raises LinkError when none does.
+
+        `target` is the layout of the peer's pool; `wire` the one that pages should have on the way, which one-sided
+        transports cannot: theirs have the target's.
+        """
+        failed: dict[str, str] = {}
+        for name in candidates(list(self.offers), list(transports), pair)[:MAX_PROPOSALS]:
+            transport = transports[name]
+            self._wire = target if transport.one_sided else wire
+            proposed = b"" if self._wire == target else self._wire.to_proto().SerializeToString()
+            try:
+                self._writer = transport.connect(
+                    self.offers[name], talk.channel, target, memory, asking(talk, name, proposed)
+                )
+            except TransportUnavailable as error:
+                failed[name] = str(error)
                 continue
             try:
-                self._writer = transport.connect(descriptor, channel, layout)
-            except TransportUnavailable as error:
-                _log.warning("%s does not reach %s: %s", name, self.worker_id, error)
-                continue
-            _log.info("KV goes to %s over %s", self.worker_id, name)
+                talk.say(Settled())
+            except LinkError:
+                self._writer.close()
+                raise
+            self._note(name, expected(list(self.offers), list(transports), pair), failed)
             return transport
-        offered, known = ", ".join(name for name, _ in self.offers) or "none", ", ".join(transports)
-        raise LinkError(f"no transport in common works: the decode worker offers {offered}, this one uses {known}")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        raise LinkError(
+            f"no transport in common works: the decode worker offers {', '.join(self.offers) or 'none'}, "
+            f"this one uses {', '.join(transports)}{'; ' if reasons else ''}{reasons}"
+        )
+
+    def _note(self, name: str, best: str, failed: Mapping[str, str]) -> None:
+        """Keep and log what came of it: a warning if it is less than what was to be expected."""
+        why_not = ""
+        if degraded(name, best):
+            why_not = failed.get(best, "it was not tried")
+            _log.warning("KV goes to %s over %s, not over %s as expected: %s", self.worker_id, name, best, why_not)
+        self.view = LinkView(name, self.payload().detail, best, why_not)
+        _log.info("KV goes to %s over %s %s", self.worker_id, name, self.view.detail)
+        for other, reason in failed.items():
+            _log.info("%s does not reach %s: %s", other, self.worker_id, reason)
 
 
 class Backoff:

@@ -1,7 +1,10 @@
-"""Runs of pages: what one write names, how big it may be, and where its bytes lie."""
+"""Runs of pages: what one write names, how big it may be, and where its bytes lie. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from kv_cache.layout import KVCacheLayout
 
@@ -47,17 +50,56 @@ def split(run: PageRun, layout: KVCacheLayout) -> Iterator[PageRun]:
 
 def spans(layout: KVCacheLayout, block_ids: Sequence[int], layers: range) -> list[tuple[int, int]]:
     """(offset, size) in bytes of the run's pages in a pool, neighbours merged. All ids must be in range."""
-    size = len(layers) * layout.page_bytes
-    merged: list[tuple[int, int]] = []
-    for block_id in block_ids:
-        offset = layout.page_offset(block_id, layers.start)
-        if merged and merged[-1][0] + merged[-1][1] == offset:
-            merged[-1] = (merged[-1][0], merged[-1][1] + size)
-        else:
-            merged.append((offset, size))
-    return merged
+    # Worked out once: this is asked for thousands of blocks at a time.
+    block_bytes, start = layout.block_bytes, layout.page_offset(0, layers.start)
+    starts = [layout.page_offset(block_id, layers.start) for block_id in block_ids]
+    return _merged(starts, len(layers) * layout.page_bytes)
 
 
 def views(pool: memoryview, layout: KVCacheLayout, block_ids: Sequence[int], layers: range) -> list[memoryview]:
     """The run's bytes in a pool, as few slices as possible, in order."""
     return [pool[offset : offset + size] for offset, size in spans(layout, block_ids, layers)]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesAt:
+    """Where the pages of a run lie: at each of `offsets` (int64, bytes, [block]) in `memory` begin those of one block.
+
+    They are `size_each` bytes, layer behind layer. Valid as long as whoever made it says.
+    """
+
+    memory: memoryview
+    offsets: npt.NDArray[np.int64]
+    size_each: int
+
+    @classmethod
+    def in_pool(cls, pool: memoryview, layout: KVCacheLayout, block_ids: Sequence[int], layers: range) -> "PagesAt":
+        """These blocks of a pool."""
+        offsets = np.array(block_ids, np.int64) * layout.block_bytes + layers.start * layout.page_bytes
+        return cls(pool, offsets, len(layers) * layout.page_bytes)
+
+    @classmethod
+    def in_order(cls, memory: memoryview, num_blocks: int) -> "PagesAt":
+        """Block behind block, filling `memory`."""
+        size_each = memory.nbytes // num_blocks
+        return cls(memory, np.arange(num_blocks, dtype=np.int64) * size_each, size_each)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all pages."""
+        return len(self.offsets) * self.size_each
+
+    def views(self) -> list[memoryview]:
+        """The bytes in order, as few slices as possible."""
+        spans = _merged(self.offsets.tolist(), self.size_each)
+        return [self.memory[offset : offset + size] for offset, size in spans]
+
+
+def _merged(starts: Sequence[int], size_each: int) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start in starts:
+        if merged and merged[-1][0] + merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size_each)
+        else:
+            merged.append((start, size_each))
+    return merged

@@ -1,18 +1,21 @@
 """The decode side of every hand-off, as one pure table: who may write where, until when, and when blocks are free.
 
-Life of an inbound hand-off: `reserve`, `open`, (`begin_write`, `end_write`)*, `commit`, `verified`, `release`.
+Life of an inbound hand-off: `reserve`, `open`, (`begin_write`, `end_write`)*, `commit`, `release`.
 Everything else (abort, Abort, Fence, lost link, lease) ends in ABORTED and then, once no write can land, in a fence.
 
 Two kinds of transport differ only in who knows that no write can land:
-* in-band (tcp): the receiver puts the bytes into the pool itself, so it knows: when its current receive has ended;
-* one-sided (shm): the peer writes alone, so only the peer's Fence, its Commit, or the end of its link can tell.
+* two-sided (tcp, ucx): the receiver asks for the bytes itself, so it knows: when its current receive has ended;
+* one-sided (shm, nixl): the peer writes alone, so only the peer's Fence, its Commit, or the end of its link can tell.
+Either way a Write says which pages it is about, and their fingerprints are taken when they have landed.
 """
 
 import hmac
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from kv_transfer.fingerprint import Fingerprints
 from kv_transfer.handoff import (
     LIVE,
     CloseLink,
@@ -23,14 +26,16 @@ from kv_transfer.handoff import (
     ReportCommitted,
     ReportFailed,
     ReportFenced,
-    Verify,
+    ReportRefused,
     advance,
     peer_failure,
 )
 from kv_transfer.inbound import InboundHandoff
 from kv_transfer.messages import Abort, Accepted, Commit, Fence, Open, Opened, Refused, Rejected, Renew, Renewed, Write
+from kv_transfer.refusals import ExpiredTickets, Refusal
 from kvferry_rpc.common_pb2 import ErrorCode
 
+_NO_TICKET = "no such ticket: unknown, over, or its secret is wrong"
 _NOT_OPEN = "the hand-off is over or was never opened here"
 
 
@@ -42,6 +47,18 @@ class ReceiveCounts:
     transferring: int
     quarantined: int
     committed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverSnapshot:
+    """How many hand-offs hold something, and how many links are up: all zero when idle and alone.
+
+    `refused`: tickets, and uses of tickets, refused since the start, by `Refusal.value`.
+    """
+
+    handoffs: ReceiveCounts
+    links: int
+    refused: Mapping[str, int] = field(default_factory=dict)
 
 
 class ReceiveTable:
@@ -58,6 +75,8 @@ class ReceiveTable:
         self._verify = verify
         self._handoffs: dict[str, InboundHandoff] = {}
         self._owner: dict[int, str] = {}  # Block -> the one hand-off that may write it.
+        self._expired = ExpiredTickets()
+        self._refused: Counter[Refusal] = Counter()
 
     def __len__(self) -> int:
         return len(self._handoffs)
@@ -95,7 +114,6 @@ class ReceiveTable:
             num_tokens=num_tokens,
             num_layers=self._num_layers,
             lease_expires_at=now + self._lease_s,
-            written=bytearray(len(block_ids) * self._num_layers),
         )
 
     def abort(self, handoff_id: str, failure: Failure) -> list[Effect]:
@@ -125,83 +143,79 @@ class ReceiveTable:
             committed=states.count(HandoffState.COMMITTED),
         )
 
+    @property
+    def refused(self) -> Mapping[Refusal, int]:
+        """Tickets, and uses of them, refused since the start, by kind."""
+        return dict(self._refused)
+
     # ---- the peer's side
 
-    def open(self, link: int, message: Open, *, one_sided: bool, now: float) -> list[Effect]:
-        """Bind a hand-off to the link, once; the same Open again is answered again, any other is refused."""
+    def open(self, link: int, message: Open, *, transport: str, one_sided: bool, now: float) -> list[Effect]:
+        """Bind a hand-off to the link, once; the same Open again is answered again, any other is refused and counted.
+
+        `transport`: how the link's payload travels.
+        """
         handoff = self._handoffs.get(message.handoff_id)
-        if message.incarnation != self._incarnation:
-            reason = "the ticket is of another life of this worker"
-        elif handoff is None or not hmac.compare_digest(handoff.secret, message.secret):
-            reason = "no such ticket: unknown, over, or its secret is wrong"
-        elif handoff.attempt != message.attempt:
-            reason = f"the ticket is for attempt {handoff.attempt}, not {message.attempt}"
-        elif handoff.link not in (None, link) or handoff.state not in LIVE or handoff.sealed is not None:
-            reason = "the ticket was used already"
-        elif handoff.link == link and handoff.transport != message.transport:
-            reason = f"the ticket was opened for transport {handoff.transport}, not {message.transport}"
-        else:
-            if handoff.state is HandoffState.RESERVED:
-                handoff.state = advance(handoff.state, HandoffState.TRANSFERRING)
-                handoff.link, handoff.transport, handoff.one_sided = link, message.transport, one_sided
-                handoff.lease_expires_at = now + self._lease_s
-            return [Post(link, Opened(handoff.handoff_id))]
-        return [Post(link, Refused(message.handoff_id, reason))]
+        fault = self._fault_of_ticket(link, message, transport)
+        if fault is not None or handoff is None:
+            kind, reason = fault or (Refusal.UNKNOWN, _NO_TICKET)
+            return [*self._refuse(link, message.handoff_id, kind), Post(link, Refused(message.handoff_id, reason))]
+        if handoff.state is HandoffState.RESERVED:
+            handoff.state = advance(handoff.state, HandoffState.TRANSFERRING)
+            handoff.link, handoff.transport, handoff.one_sided = link, transport, one_sided
+            handoff.lease_expires_at = now + self._lease_s
+        return [Post(link, Opened(handoff.handoff_id))]
 
-    def begin_write(self, link: int, message: Write, now: float) -> tuple[bool, list[Effect]]:
-        """Whether the payload may land. If so, `end_write` must follow; if not, it must be thrown away.
+    def begin_write(self, link: int, message: Write, now: float) -> tuple[int | None, list[Effect]]:
+        """The seed for its fingerprints if the payload may land; `end_write` must follow. None: throw it away.
 
-        Late, foreign and unknown writes change nothing; a write outside its own ticket fails the hand-off.
+        Late, foreign and unknown writes change nothing; a write outside its own ticket fails the hand-off, and its link
+        too where the bytes cannot be kept out.
         """
         handoff = self._bound(link, message.handoff_id)
         if handoff is None or not handoff.open_to_writes:
-            return False, [Post(link, Abort(message.handoff_id, ErrorCode.HANDOFF_FAILED, _NOT_OPEN))]
+            foreign = self._foreign(link, message.handoff_id)
+            return None, [*foreign, Post(link, Abort(message.handoff_id, ErrorCode.HANDOFF_FAILED, _NOT_OPEN))]
         reason = handoff.fault_of_write(message)
         if reason:
             stop = Abort(handoff.handoff_id, ErrorCode.HANDOFF_FAILED, reason)
-            return False, self._fail(handoff, Failure(f"a write was refused: {reason}"), stop)
+            effects = self._refuse(link, handoff.handoff_id, Refusal.OUTSIDE)
+            effects += self._fail(handoff, Failure(f"a write was refused: {reason}"), stop)
+            return None, [*effects, CloseLink(link, reason)] if handoff.one_sided else effects
+        handoff.begin_write(message)
         handoff.receiving = True
         handoff.lease_expires_at = now + self._lease_s
         if handoff.first_write_at is None:
             handoff.first_write_at = now
-        return True, []
+        return handoff.seed, []
 
-    def end_write(self, message: Write, *, landed: bool, now: float) -> list[Effect]:
-        """The receive begun last for this hand-off is over; `landed` if every byte came."""
+    def end_write(self, message: Write, *, landed: bool, fingerprints: Fingerprints = (), now: float) -> list[Effect]:
+        """The receive begun last for this hand-off is over; `landed` if every byte came, with fingerprints to verify.
+
+        These are of its pages as they lie there, block by block.
+        """
         handoff = self._handoffs[message.handoff_id]
         handoff.receiving = False
         if handoff.state is HandoffState.ABORTED:
             return self._fence_if_quiet(handoff)
         if landed:
-            handoff.mark_written(message)
+            handoff.end_write(message, fingerprints)
             handoff.last_write_at = now
             handoff.lease_expires_at = now + self._lease_s
         return []
 
     def commit(self, link: int, message: Commit, now: float) -> list[Effect]:
-        """The peer has written everything: check what can be known at once, then ask for the content to be verified."""
+        """The peer has written everything: accept it, if what landed is all of it and what the peer says it sent."""
         handoff = self._bound(link, message.handoff_id)
         if handoff is None or handoff.state is HandoffState.ABORTED:
-            return [Post(link, Rejected(message.handoff_id, _NOT_OPEN))]
+            return [*self._foreign(link, message.handoff_id), Post(link, Rejected(message.handoff_id, _NOT_OPEN))]
         if handoff.state is HandoffState.COMMITTED:
             return [Post(link, Accepted(handoff.handoff_id))]
-        if handoff.sealed is not None:
-            return []
         handoff.sealed, handoff.commit_received_at = message, now
-        reason = handoff.fault_of_commit(message) or (handoff.missing_page(message) if self._verify else "")
-        if reason:
-            return self._reject(handoff, reason)
-        if not self._verify:
-            return self._accept(handoff, b"", now)
-        ids = handoff.block_ids
-        return [Verify(handoff.handoff_id, handoff.attempt, handoff.first_block, ids, message.checksums)]
-
-    def verified(self, handoff_id: str, *, digest: bytes, mismatch: str, now: float) -> list[Effect]:
-        """The outcome of a Verify effect; `mismatch` is empty when all agreed. Nothing when it was given up since."""
-        handoff = self._handoffs.get(handoff_id)
-        if handoff is None or handoff.state is not HandoffState.TRANSFERRING or handoff.sealed is None:
-            return []
-        return self._reject(handoff, mismatch) if mismatch else self._accept(handoff, digest, now)
+        reason = handoff.fault_of_commit(message)
+        if self._verify:
+            reason = reason or handoff.missing_page(message) or handoff.mismatch(message)
+        return self._reject(handoff, reason) if reason else self._accept(handoff, now)
 
     def peer_abort(self, link: int, message: Abort) -> list[Effect]:
         """The sender gives up; its Fence follows when it has stopped writing."""
@@ -213,7 +227,7 @@ class ReceiveTable:
     def fence(self, link: int, message: Fence) -> list[Effect]:
         """The sender writes no more. Without a commit that also means failure."""
         handoff = self._bound(link, message.handoff_id)
-        if handoff is None or handoff.sealed is not None:
+        if handoff is None or handoff.state is HandoffState.COMMITTED:
             return []
         effects: list[Effect] = []
         if handoff.state is HandoffState.TRANSFERRING:
@@ -260,7 +274,9 @@ class ReceiveTable:
             handoff.lease_expires_at = math.inf
             if handoff.receiving and handoff.link is not None:
                 effects.append(CloseLink(handoff.link, "a payload stalled for longer than its lease"))
-            if handoff.state in LIVE and handoff.sealed is None:
+            if handoff.state is HandoffState.RESERVED:
+                self._expired.add(handoff.handoff_id, handoff.secret)
+            if handoff.state in LIVE:
                 failure = Failure(f"the lease of {self._lease_s:g} s ran out without a sign of life from the sender")
                 effects += self._fail(handoff, failure, Abort(handoff.handoff_id, failure.code, failure.message))
             elif handoff.state is HandoffState.ABORTED and handoff.one_sided and handoff.link is not None:
@@ -278,6 +294,36 @@ class ReceiveTable:
 
     # ---- inside
 
+    def _fault_of_ticket(self, link: int, message: Open, transport: str) -> tuple[Refusal, str] | None:
+        """Why this Open is refused: what is counted, and the little that the peer is told. None when it is good."""
+        handoff = self._handoffs.get(message.handoff_id)
+        if message.incarnation != self._incarnation:
+            return Refusal.OTHER_INCARNATION, "the ticket is of another life of this worker"
+        if handoff is None:
+            return self._expired.kind(message.handoff_id, message.secret), _NO_TICKET
+        if not hmac.compare_digest(handoff.secret, message.secret):
+            return Refusal.WRONG_SECRET, _NO_TICKET
+        if handoff.attempt != message.attempt:
+            return Refusal.OTHER_ATTEMPT, f"the ticket is for attempt {handoff.attempt}, not {message.attempt}"
+        if handoff.link not in (None, link):
+            return Refusal.OTHER_LINK, "the ticket was used already"
+        if handoff.state not in LIVE or handoff.sealed is not None:
+            return Refusal.UNKNOWN, "the ticket was used already"
+        if message.transport != transport:
+            return Refusal.OTHER_TRANSPORT, f"this link carries payload by {transport}, not by {message.transport}"
+        return None
+
+    def _refuse(self, link: int, handoff_id: str, kind: Refusal) -> list[Effect]:
+        self._refused[kind] += 1
+        return [ReportRefused(link, handoff_id, kind)]
+
+    def _foreign(self, link: int, handoff_id: str) -> list[Effect]:
+        """What is counted when a link uses a hand-off that it has not opened. One that is over may just be late."""
+        handoff = self._handoffs.get(handoff_id)
+        if handoff is None or handoff.link == link:
+            return []
+        return self._refuse(link, handoff_id, Refusal.OTHER_LINK)
+
     def _bound(self, link: int, handoff_id: str) -> InboundHandoff | None:
         handoff = self._handoffs.get(handoff_id)
         return handoff if handoff is not None and handoff.link == link else None
@@ -285,10 +331,10 @@ class ReceiveTable:
     def _of_link(self, link: int) -> list[InboundHandoff]:
         return [handoff for handoff in self._handoffs.values() if handoff.link == link]
 
-    def _accept(self, handoff: InboundHandoff, digest: bytes, now: float) -> list[Effect]:
+    def _accept(self, handoff: InboundHandoff, now: float) -> list[Effect]:
         handoff.state = advance(handoff.state, HandoffState.COMMITTED)
         self._disown(handoff)
-        stats = handoff.stats(page_bytes=self._page_bytes, verified_at=now, digest=digest, verified=self._verify)
+        stats = handoff.stats(page_bytes=self._page_bytes, verified_at=now, verified=self._verify)
         effects: list[Effect] = [ReportCommitted(handoff.handoff_id, handoff.record(), stats)]
         return effects if handoff.link is None else [*effects, Post(handoff.link, Accepted(handoff.handoff_id))]
 

@@ -1,8 +1,8 @@
 """The decode worker's end of hand-offs.
 
-1. `reserve` holds a place and makes the ticket.             4. A Commit has the content verified, then `Committed`.
+1. `reserve` holds a place and makes the ticket.             4. A Commit is compared with what landed: `Committed`.
 2. A sender dials in, greets, opens the hand-off.            5. `release` forgets it.
-3. Payload lands: received here (tcp) or written by the sender alone (shm).
+3. Payload lands, received here (tcp, ucx) or written by the sender alone (shm, nixl), and is fingerprinted.
 Failure exits: `abort`, the sender's Abort or Fence, a broken link, the lease. All of them lead to `Failed` and, when no
 byte can land any more, `Fenced`. What may happen when is decided in receive_table.py; here are the threads and bytes.
 
@@ -14,10 +14,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
-from kv_transfer import fingerprint
+from kv_transfer.attachment import agree
+from kv_transfer.end_facts import end_facts
 from kv_transfer.events import Committed, EventDelivery, Failed, Fenced, ReceiveEvent
+from kv_transfer.fingerprint import Fingerprints
+from kv_transfer.fingerprinter import Fingerprinter, best_fingerprinter
 from kv_transfer.handoff import (
     CloseLink,
     Effect,
@@ -26,14 +28,15 @@ from kv_transfer.handoff import (
     ReportCommitted,
     ReportFailed,
     ReportFenced,
-    Verify,
+    ReportRefused,
 )
 from kv_transfer.handshake import welcome
 from kv_transfer.identity import Identity
-from kv_transfer.link import Link
-from kv_transfer.messages import Abort, Commit, Fence, Open, Opened, Refused, Renew, SenderMessage, Write
-from kv_transfer.pages import max_write_bytes, views
-from kv_transfer.receive_table import ReceiveCounts, ReceiveTable
+from kv_transfer.inlet import Inlet
+from kv_transfer.messages import Abort, Commit, Fence, Open, Renew, SenderMessage, Write
+from kv_transfer.receive_table import ReceiverSnapshot, ReceiveTable
+from kv_transfer.refusals import RefusalLog
+from kv_transfer.talk import Talk
 from kv_transfer.timer import DueTimer
 from kv_transfer.transport import Channel, LinkError, Listener, Network, PeerGone, choose_transports
 from kv_transfer.transport_tcp import TcpNetwork
@@ -47,14 +50,6 @@ MAX_HANDOFFS = 4096
 MAX_LINKS = 512
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverSnapshot:
-    """How many hand-offs hold something, and how many links are up. All zero when idle and alone."""
-
-    handoffs: ReceiveCounts
-    links: int
 
 
 class HandoffReceiver:
@@ -80,8 +75,9 @@ class HandoffReceiver:
         on_event: Callable[[ReceiveEvent], None],
         network: Network | None = None,
         io_timeout_s: float = 10.0,
+        fingerprinter: Fingerprinter | None = None,
     ) -> None:
-        """Raises ValueError for a transport that the network does not have."""
+        """Raises ValueError for a transport that the network does not have. `fingerprinter`: None for the best."""
         self._identity = identity
         self._layout = identity.layout
         self._bind = (bind_host, port)
@@ -90,6 +86,8 @@ class HandoffReceiver:
         self._network = network or TcpNetwork()
         self._io_timeout_s = io_timeout_s
         self._transports = choose_transports(self._network, transports)
+        self._facts = end_facts(tuple(self._transports))
+        self._fingerprinter = (fingerprinter or best_fingerprinter()) if verify_checksums else None
         self._events: EventDelivery[ReceiveEvent] = EventDelivery(on_event)
         self._table = ReceiveTable(
             num_blocks=identity.num_blocks,
@@ -100,9 +98,10 @@ class HandoffReceiver:
             verify=verify_checksums,
         )
         self._changed = threading.Condition()  # Guards the table and what follows.
+        self._refusals = RefusalLog()
         self._listener: Listener | None = None
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._links: dict[int, Link] = {}
+        self._inlets: dict[int, Inlet] = {}
         self._writers: dict[int, threading.Thread] = {}
         self._channels: dict[Channel, threading.Thread] = {}
         self._closing = False
@@ -187,7 +186,8 @@ class HandoffReceiver:
     def snapshot(self) -> ReceiverSnapshot:
         """What is held now. Any thread."""
         with self._changed:
-            return ReceiverSnapshot(self._table.counts(), len(self._links))
+            refused = {kind.value: count for kind, count in self._table.refused.items()}
+            return ReceiverSnapshot(self._table.counts(), len(self._inlets), refused)
 
     def close(self, timeout_s: float) -> None:
         """Fail what is open, fence what can be fenced within the time, close links, end all threads. Idempotent.
@@ -204,18 +204,20 @@ class HandoffReceiver:
         self._listener.close()
         self._run(lambda: self._table.abort_all(Failure("the decode worker is closing", ErrorCode.CANCELLED)))
         with self._changed:
-            links, writers = list(self._links.values()), list(self._writers.values())
-        for link in links:
-            link.finish()  # What was promised to the peers goes out before the channels stop.
+            inlets, writers = list(self._inlets.values()), list(self._writers.values())
+        for inlet in inlets:
+            inlet.link.finish()  # What was promised to the peers goes out before the channels stop.
         _join(writers, deadline)
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or self._is_fenced(), deadline - time.monotonic())
             if not self._is_fenced() and not self._abandoned:
                 _log.error("closing although a peer that does not answer may still write into the pool")
             self._abandoned = True
-            channels = dict(self._channels)
+            channels, inlets = dict(self._channels), list(self._inlets.values())
         for channel in channels:
             channel.stop()
+        for inlet in inlets:
+            inlet.link.break_off("the decode worker is closing")
         _join([*channels.values(), self._acceptor], deadline)
         self._timer.close(deadline - time.monotonic())
 
@@ -254,25 +256,37 @@ class HandoffReceiver:
     def _serve(self, channel: Channel) -> None:
         """One link from its greeting to its end."""
         try:
-            peer = welcome(channel, self._identity, self._io_timeout_s)
+            talk = Talk(channel, self._io_timeout_s)
+            peer = welcome(talk, self._identity, self._facts)
+            attachment = agree(talk, self._transports, self._identity)
         except LinkError as error:
             _log.warning("refused a link from %s: %s", channel.peer, error)
+        except Exception:
+            _log.exception("greeting %s failed", channel.peer)
         else:
-            self._talk(channel, peer.worker_id)
+            inlet = Inlet(attachment, self._identity, self._io_timeout_s, self._fingerprinter)
+            self._talk(inlet, channel, peer.worker_id)
         finally:
             channel.stop()
             with self._changed:
                 self._channels.pop(channel, None)
             channel.close()
 
-    def _talk(self, channel: Channel, worker_id: str) -> None:
-        link = Link(sends_payload=False, io_timeout_s=self._io_timeout_s)
+    def _talk(self, inlet: Inlet, channel: Channel, worker_id: str) -> None:
+        link = inlet.link
         link.attach(channel)
-        writer = threading.Thread(target=self._write, args=(link, channel), name="kv-answer", daemon=True)
+        _log.info("KV comes from %s over %s", worker_id, inlet.transport)
+        writer = threading.Thread(target=self._write, args=(inlet, channel), name="kv-answer", daemon=True)
         with self._changed:
-            self._links[link.number], self._writers[link.number] = link, writer
-            writer.start()
-        end = link.run_reader(lambda data, size: self._handle(link, channel, data, size), max_write_bytes(self._layout))
+            try:
+                writer.start()
+            except RuntimeError as error:  # the process has no thread left to give
+                _log.warning("refused a link from %s: %s", channel.peer, error)
+                inlet.close()
+                return
+            self._inlets[link.number], self._writers[link.number] = inlet, writer
+            self._refusals.begin(link.number, worker_id)
+        end = link.run_reader(lambda data, size: self._handle(inlet, data, size), inlet.max_payload_bytes)
         level = logging.INFO if isinstance(end, PeerGone) else logging.WARNING
         _log.log(level, "the link from %s at %s ended: %s", worker_id, channel.peer, link.broken)
         self._run(lambda: self._table.link_failed(link.number, link.broken or str(end)))
@@ -280,84 +294,64 @@ class HandoffReceiver:
             wait = self._table.must_outlive(link.number)
         if wait and not isinstance(end, PeerGone):
             channel.wait_until_peer_closes()
+        inlet.close()
         # If it was we who stopped the channel, at close, we know nothing about the peer.
         self._run(lambda: [] if self._abandoned else self._table.link_closed(link.number))
         with self._changed:
-            del self._links[link.number], self._writers[link.number]
+            del self._inlets[link.number], self._writers[link.number]
+            self._refusals.forget(link.number)
         channel.stop()
         writer.join()
 
-    def _write(self, link: Link, channel: Channel) -> None:
-        link.run_writer(lambda: False)
-        if not link.one_sided:
+    def _write(self, inlet: Inlet, channel: Channel) -> None:
+        inlet.link.run_writer(lambda: False)
+        if not inlet.one_sided:
             channel.stop()
 
-    def _handle(self, link: Link, channel: Channel, data: bytes, size: int) -> None:
+    def _handle(self, inlet: Inlet, data: bytes, size: int) -> None:
         """One frame from the sender. Raises LinkError to end the link."""
         message = decode_from_sender(data)
         if isinstance(message, Write):
-            self._receive(link, channel, message, size)
+            self._receive(inlet, message, size)
             return
         if size:
             raise LinkError(f"a payload behind {type(message).__name__}")
-        for effect in self._run(lambda: self._answer(link, message, self._clock.now())):
-            if isinstance(effect, Verify):
-                self._verify(effect)
+        self._run(lambda: self._answer(inlet, message, self._clock.now()))
 
-    def _answer(self, link: Link, message: SenderMessage, now: float) -> list[Effect]:
+    def _answer(self, inlet: Inlet, message: SenderMessage, now: float) -> list[Effect]:
+        number = inlet.link.number
         if isinstance(message, Open):
-            transport = self._transports.get(message.transport)
-            if transport is None:
-                return [Post(link.number, Refused(message.handoff_id, f"{message.transport} is not offered here"))]
-            effects = self._table.open(link.number, message, one_sided=transport.one_sided, now=now)
-            if transport.one_sided and effects == [Post(link.number, Opened(message.handoff_id))]:
-                link.one_sided = True  # From here on only the peer's own close tells that it has stopped writing.
-            return effects
+            return self._table.open(number, message, transport=inlet.transport, one_sided=inlet.one_sided, now=now)
         if isinstance(message, Commit):
-            return self._table.commit(link.number, message, now)
+            return self._table.commit(number, message, now)
         if isinstance(message, Renew):
-            return self._table.renew(link.number, message, now)
+            return self._table.renew(number, message, now)
         if isinstance(message, Abort):
-            return self._table.peer_abort(link.number, message)
+            return self._table.peer_abort(number, message)
         assert isinstance(message, Fence)
-        return self._table.fence(link.number, message)
+        return self._table.fence(number, message)
 
-    def _receive(self, link: Link, channel: Channel, message: Write, size: int) -> None:
-        """Take a payload: into the pool if the table allows it, else nowhere."""
-        if size != len(message.block_ids) * message.num_layers * self._layout.page_bytes:
-            raise LinkError(f"a write of {size} bytes that names other pages")
-        allowed = False
+    def _receive(self, inlet: Inlet, message: Write, announced_bytes: int) -> None:
+        """Take a payload: into the pool if the table allows it, else nowhere. What landed is looked at right away."""
+        seed: int | None = None
 
         def begin() -> list[Effect]:
-            nonlocal allowed
-            allowed, effects = self._table.begin_write(link.number, message, self._clock.now())
+            nonlocal seed
+            seed, effects = self._table.begin_write(inlet.link.number, message, self._clock.now())
             return effects
 
         self._run(begin)
-        if not allowed:
-            channel.skip_payload(size, self._io_timeout_s)
+        if seed is None:
+            inlet.skip(message, announced_bytes)
             return
-        layers = range(message.layer, message.layer + message.num_layers)
+        found: Fingerprints = ()
         landed = False
         try:
-            into = views(self._identity.pool.buffer, self._layout, message.block_ids, layers)
-            channel.receive_payload(into, self._io_timeout_s)
+            found = inlet.receive(message, announced_bytes, seed)
             landed = True
         finally:
-            self._run(lambda: self._table.end_write(message, landed=landed, now=self._clock.now()))
-
-    def _verify(self, task: Verify) -> None:
-        """Compare what lies in the pool with what the sender says it sent."""
-        digest, mismatch = fingerprint.check_blocks(
-            self._identity.pool.buffer,
-            self._layout,
-            task.block_ids,
-            base_seed=fingerprint.seed(task.handoff_id, task.attempt),
-            first_block=task.first_block,
-            expected=task.checksums,
-        )
-        now = self._clock.now()
-        self._run(lambda: self._table.verified(task.handoff_id, digest=digest, mismatch=mismatch, now=now))
+            now = self._clock.now()
+            self._run(lambda: self._table.end_write(message, landed=landed, fingerprints=found, now=now))
 
     # ---- the table and its effects
 
@@ -369,14 +363,16 @@ class HandoffReceiver:
             return self._table.next_expiry()
 
     def _run(self, decide: Callable[[], list[Effect]]) -> list[Effect]:
-        """Let the table decide, under the lock, and carry out what it says, in order. Verify is left to the caller."""
+        """Let the table decide, under the lock, and carry out what it says, in order."""
         with self._changed:
             effects = decide()
             for effect in effects:
-                if isinstance(effect, Post) and effect.link in self._links:
-                    self._links[effect.link].post(effect.message)
-                elif isinstance(effect, CloseLink) and effect.link in self._links:
-                    self._links[effect.link].break_off(effect.reason)
+                if isinstance(effect, Post) and effect.link in self._inlets:
+                    self._inlets[effect.link].link.post(effect.message)
+                elif isinstance(effect, CloseLink) and effect.link in self._inlets:
+                    self._inlets[effect.link].link.break_off(effect.reason)
+                elif isinstance(effect, ReportRefused):
+                    self._refusals.note(effect.link, effect.handoff_id, effect.kind)
             self._events.queue(_events(effects))
             self._changed.notify_all()
         self._events.deliver()

@@ -23,7 +23,9 @@ class SendStats:
     """The prefill worker's half of what a hand-off cost. Times are `clock.now()` of that worker, in seconds.
 
     `first_write_at` and `last_write_at` are None when there was nothing to send (all cached on the decode worker).
-    `digest` folds the fingerprints of all blocks sent; equal on both sides.
+    `size_bytes` counts what was written, as it was on the wire. `digest` folds the fingerprints of all blocks sent;
+    equal on both sides. `transport_detail`: what the transport's library chose; `expected_transport`: the one that
+    should have worked; `conversion`: what was changed on the way. Each is empty when there is nothing to say.
     """
 
     transport: str
@@ -33,6 +35,9 @@ class SendStats:
     last_write_at: float | None
     acknowledged_at: float
     digest: bytes
+    transport_detail: str = ""
+    expected_transport: str = ""
+    conversion: str = ""
 
 
 @dataclass(frozen=True, slots=True)

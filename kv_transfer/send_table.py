@@ -9,6 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kv_cache.layout import KVCacheLayout
+from kv_transfer.backlog import DEFAULT_MAX_BACKLOG_BYTES, Backlog
+from kv_transfer.convert import check_wire
 from kv_transfer.handoff import (
     LIVE,
     CloseLink,
@@ -18,6 +21,7 @@ from kv_transfer.handoff import (
     Post,
     ReportDrained,
     ReportFailed,
+    ReportRoom,
     ReportSent,
     Wake,
     advance,
@@ -53,17 +57,24 @@ class Work:
 
 @dataclass(slots=True)
 class _LinkState:
-    """`transport` is empty until the link is ready. `unanswered_since`: when the oldest unanswered Renew was posted."""
+    """`transport` is empty until the link is ready, and what belongs to it unknown; `wire` None: the receiver's layout.
+    `unanswered_since`: when the oldest unanswered Renew was posted. `untold`: given up before the peer knew of them.
+    """
 
     transport: str = ""
+    detail: str = ""
+    expected: str = ""
+    wire: KVCacheLayout | None = None
     unanswered_since: float = math.inf
     queue: deque[OutboundHandoff] = field(default_factory=deque)
+    untold: list[tuple[OutboundHandoff, Failure]] = field(default_factory=list)
 
 
 class SendTable:
     """All outbound hand-offs of one worker life. Not thread-safe; times are seconds of one monotonic clock."""
 
-    def __init__(self, *, answer_timeout_s: float) -> None:
+    def __init__(self, *, answer_timeout_s: float, max_backlog_bytes: int = DEFAULT_MAX_BACKLOG_BYTES) -> None:
+        self._backlog = Backlog(max_backlog_bytes)
         self._answer_timeout_s = answer_timeout_s
         self._handoffs: dict[str, OutboundHandoff] = {}
         self._links: dict[int, _LinkState] = {}
@@ -82,7 +93,7 @@ class SendTable:
         return self._ask(handoff, now) if self._links[handoff.link].transport else []
 
     def push(self, handoff_id: str, first: int, local_ids: Sequence[int], layers: range) -> list[Effect]:
-        """Take pages to write. Raises ValueError out of range or after the commit. Nothing when it is over.
+        """Take local pages to write. Raises ValueError out of range or after the commit. Nothing when it is over.
 
         A block that comes from elsewhere than before fails the hand-off.
         """
@@ -94,8 +105,8 @@ class SendTable:
         reason = handoff.moved(first, local_ids)
         if reason:
             return self._fail(handoff, Failure(reason, ErrorCode.INTERNAL), tell=True)
-        handoff.push(first, local_ids, layers)
-        return self._enqueue(handoff)
+        room = self._count(handoff, handoff.push(first, local_ids, layers))
+        return [*room, *self._enqueue(handoff)]
 
     def commit(self, handoff_id: str, record: CommitRecord) -> list[Effect]:
         """Take the commit record, to go out after the last page. A page never pushed fails the hand-off."""
@@ -121,6 +132,23 @@ class SendTable:
         """Give up everything that is not over."""
         return [effect for handoff_id in list(self._handoffs) for effect in self.abort(handoff_id, failure)]
 
+    # ---- how much waits
+
+    def backlog_bytes(self, handoff_id: str) -> int:
+        """Bytes pushed and not yet written on the link of this hand-off, all hand-offs together; 0 when it is over."""
+        handoff = self._handoffs.get(handoff_id)
+        return 0 if handoff is None else self._backlog.of(handoff.link)
+
+    def may_push(self, handoff_id: str) -> bool:
+        """Whether the link of this hand-off is below its bound; True for one that is over."""
+        handoff = self._handoffs.get(handoff_id)
+        return handoff is None or not self._backlog.is_full(handoff.link)
+
+    @property
+    def total_backlog_bytes(self) -> int:
+        """Bytes pushed and not yet written, over all links."""
+        return self._backlog.total_bytes
+
     # ---- the link's writer
 
     def next_work(self, link: int, now: float) -> Work | None:
@@ -135,8 +163,10 @@ class SendTable:
             run = handoff.next_piece()
             if run is None:
                 handoff.commit_taken = True
-            elif handoff.first_write_at is None:
-                handoff.first_write_at = now
+            else:
+                handoff.num_taken = run.num_pages
+                if handoff.first_write_at is None:
+                    handoff.first_write_at = now
             return Work(handoff, run)
         return None
 
@@ -145,7 +175,10 @@ class SendTable:
         handoff.writing = False
         for run in written:
             handoff.mark_written(run, now)
-        return self._drained(handoff) if handoff.state is HandoffState.ABORTED else self._enqueue(handoff)
+        room = self._count(handoff, -handoff.num_taken)
+        handoff.num_taken = 0
+        over = handoff.state is HandoffState.ABORTED
+        return [*room, *(self._drained(handoff) if over else self._enqueue(handoff))]
 
     def commit_built(self, handoff: OutboundHandoff, checksums: tuple[int, ...], digest: bytes) -> list[Effect]:
         """The writer has folded the fingerprints: send the commit."""
@@ -169,12 +202,27 @@ class SendTable:
         """A link to a peer is being set up."""
         self._links[link] = _LinkState()
 
-    def link_ready(self, link: int, transport: str, now: float) -> list[Effect]:
-        """The peer is greeted and its transport chosen: ask for everything that waited."""
-        if link not in self._links:
+    def link_ready(
+        self,
+        link: int,
+        transport: str,
+        now: float,
+        *,
+        detail: str = "",
+        expected: str = "",
+        wire: KVCacheLayout | None = None,
+    ) -> list[Effect]:
+        """The peer is greeted and its transport chosen: ask for everything that waited.
+
+        `detail` and `expected` are for the receipts. `wire`: the layout of pages on this link, if not the receiver's.
+        """
+        state = self._links.get(link)
+        if state is None:
             return []
-        self._links[link].transport = transport
-        return [effect for handoff in self._of_link(link) for effect in self._ask(handoff, now)]
+        state.transport, state.detail, state.expected, state.wire = transport, detail, expected, wire
+        untold, state.untold = state.untold, []
+        effects: list[Effect] = [Post(link, m) for handoff, why in untold for m in _late_abort(handoff, why, transport)]
+        return effects + [effect for handoff in self._of_link(link) for effect in self._ask(handoff, now)]
 
     def link_lost(self, link: int, failure: Failure) -> list[Effect]:
         """The link is gone for good: everything on it fails. A hand-off being written drains with `work_done`."""
@@ -246,11 +294,17 @@ class SendTable:
     def _ask(self, handoff: OutboundHandoff, now: float) -> list[Effect]:
         if handoff.state is not HandoffState.RESERVED or handoff.asked:
             return []
+        link = self._links[handoff.link]
+        refusal = check_wire(link.wire, handoff.layout) if link.wire is not None else ""
+        if refusal:
+            return self._fail(
+                handoff, Failure(f"the ticket is not for the decode worker's pool: {refusal}"), tell=False
+            )
         handoff.asked = True
         handoff.renew_at = now + self._renew_interval(handoff)
-        transport = self._links[handoff.link].transport
-        ask = Open(handoff.handoff_id, handoff.attempt, handoff.incarnation, handoff.secret, transport)
-        return [Post(handoff.link, ask)]
+        room = self._set_wire(handoff, link.wire or handoff.layout)
+        ask = Open(handoff.handoff_id, handoff.attempt, handoff.incarnation, handoff.secret, link.transport)
+        return [*room, Post(handoff.link, ask)]
 
     def _enqueue(self, handoff: OutboundHandoff) -> list[Effect]:
         if handoff.queued or not handoff.has_work:
@@ -269,7 +323,8 @@ class SendTable:
         if not handoff.commit_sent:
             return []
         handoff.state = advance(handoff.state, HandoffState.COMMITTED)
-        stats = handoff.stats(self._links[handoff.link].transport, now)
+        link = self._links[handoff.link]
+        stats = handoff.stats(link.transport, now, detail=link.detail, expected=link.expected)
         del self._handoffs[handoff.handoff_id]
         return [ReportSent(handoff.handoff_id, stats), ReportDrained(handoff.handoff_id)]
 
@@ -286,8 +341,12 @@ class SendTable:
     def _fail(self, handoff: OutboundHandoff, failure: Failure, *, tell: bool) -> list[Effect]:
         handoff.state = advance(handoff.state, HandoffState.ABORTED)
         effects: list[Effect] = [ReportFailed(handoff.handoff_id, failure)]
-        if tell and handoff.asked and handoff.link in self._links:
-            effects.append(Post(handoff.link, Abort(handoff.handoff_id, failure.code, failure.message)))
+        effects += self._count(handoff, handoff.num_taken - handoff.num_waiting)
+        if tell and handoff.link in self._links:
+            if handoff.asked:
+                effects.append(Post(handoff.link, Abort(handoff.handoff_id, failure.code, failure.message)))
+            elif not self._links[handoff.link].transport:
+                self._links[handoff.link].untold.append((handoff, failure))
         return effects if handoff.writing else [*effects, *self._drained(handoff)]
 
     def _drained(self, handoff: OutboundHandoff) -> list[Effect]:
@@ -296,3 +355,22 @@ class SendTable:
         if handoff.asked and handoff.link in self._links:
             effects.append(Post(handoff.link, Fence(handoff.handoff_id)))
         return [*effects, ReportDrained(handoff.handoff_id)]
+
+    def _count(self, handoff: OutboundHandoff, num_pages: int) -> list[Effect]:
+        """More pages to write, or fewer."""
+        handoff.num_waiting += num_pages
+        if num_pages and self._backlog.change(handoff.link, num_pages * handoff.wire.page_bytes):
+            return [ReportRoom(handoff.link)]
+        return []
+
+    def _set_wire(self, handoff: OutboundHandoff, wire: KVCacheLayout) -> list[Effect]:
+        """What waited already counts as much as it will be on the wire."""
+        change = handoff.num_waiting * (wire.page_bytes - handoff.wire.page_bytes)
+        handoff.wire = wire
+        return [ReportRoom(handoff.link)] if self._backlog.change(handoff.link, change) else []
+
+
+def _late_abort(handoff: OutboundHandoff, failure: Failure, transport: str) -> tuple[Open, Abort, Fence]:
+    """Tells a peer that holds a place for a hand-off that was given up before it was opened: it need not wait."""
+    open_ = Open(handoff.handoff_id, handoff.attempt, handoff.incarnation, handoff.secret, transport)
+    return open_, Abort(handoff.handoff_id, failure.code, failure.message), Fence(handoff.handoff_id)

@@ -16,8 +16,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from kv_cache.layout import KVDtype
+from kv_transfer.backlog import DEFAULT_MAX_BACKLOG_BYTES
+from kv_transfer.choice import Pair
+from kv_transfer.convert import wire_layout
+from kv_transfer.end_facts import end_facts
 from kv_transfer.events import CommitRecord, Drained, EventDelivery, Failed, SendEvent, Sent
 from kv_transfer.faults import FaultPlan, PayloadFaults
+from kv_transfer.fingerprinter import Fingerprinter
 from kv_transfer.handoff import (
     CloseLink,
     Effect,
@@ -25,16 +31,18 @@ from kv_transfer.handoff import (
     Post,
     ReportDrained,
     ReportFailed,
+    ReportRoom,
     ReportSent,
     Wake,
 )
-from kv_transfer.handshake import GreetingRefused, greet
+from kv_transfer.handshake import greet
 from kv_transfer.identity import Identity
-from kv_transfer.outbound import OutboundHandoff
-from kv_transfer.outlet import Backoff, Outlet, PeerKey
+from kv_transfer.outlet import Backoff, LinkView, Outlet, PeerKey
 from kv_transfer.pages import PageRun
 from kv_transfer.payload import PagePusher
 from kv_transfer.send_table import SendTable
+from kv_transfer.talk import GreetingRefused, Talk
+from kv_transfer.tickets import outbound_handoff
 from kv_transfer.timer import DueTimer
 from kv_transfer.transport import (
     Channel,
@@ -56,10 +64,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SenderSnapshot:
-    """Hand-offs not yet drained, and for each decode worker linked now the transport used ("" until it is chosen)."""
+    """Hand-offs not yet drained, and for each decode worker linked now how payload goes there."""
 
     handoffs: int
-    transports: dict[str, str]
+    transports: dict[str, LinkView]
 
 
 class HandoffSender:
@@ -81,17 +89,30 @@ class HandoffSender:
         network: Network | None = None,
         io_timeout_s: float = 10.0,
         faults: FaultPlan | None = None,
+        wire_dtype: KVDtype | None = None,
+        max_backlog_bytes: int = DEFAULT_MAX_BACKLOG_BYTES,
+        on_backlog: Callable[[], None] | None = None,
+        fingerprinter: Fingerprinter | None = None,
     ) -> None:
-        """Raises ValueError for a transport that the network does not have."""
+        """Raises ValueError for a transport that the network does not have. `fingerprinter`: None for the best.
+
+        `wire_dtype`: element type of pages on their way, where it is narrower than that of the receiver's pool and the
+        transport is not one-sided. `on_backlog` is called as `on_event` is, whenever a link that had
+        `max_backlog_bytes` to write has less again; see `may_push`.
+        """
         self._identity = identity
         self._layout = identity.layout
         self._clock = clock
         self._network = network or TcpNetwork()
         self._io_timeout_s = io_timeout_s
         self._transports = choose_transports(self._network, transports if forced is None else (forced,))
-        self._pusher = PagePusher(identity, PayloadFaults(faults or FaultPlan()), io_timeout_s)
+        self._facts = end_facts(tuple(self._transports))
+        self._wire_dtype = wire_dtype
+        self._on_backlog = on_backlog
+        self._has_room = False
+        self._pusher = PagePusher(identity, PayloadFaults(faults or FaultPlan()), io_timeout_s, fingerprinter)
         self._events: EventDelivery[SendEvent] = EventDelivery(on_event)
-        self._table = SendTable(answer_timeout_s=io_timeout_s)
+        self._table = SendTable(answer_timeout_s=io_timeout_s, max_backlog_bytes=max_backlog_bytes)
         self._changed = threading.Condition()  # Guards the table and what follows.
         self._outlets: dict[PeerKey, Outlet] = {}
         self._backoff = Backoff()
@@ -107,15 +128,10 @@ class HandoffSender:
 
         `num_tokens` is the length of the prompt; its blocks must be those of the ticket. `deadline` is a time of the
         sender's clock. What goes wrong on the way to the peer arrives as `Failed`. Raises ValueError for a ticket that
-        is for another prompt, makes no sense or is open already; KvferryError (UNAVAILABLE) while closing.
+        is for another prompt, makes no sense or is open already; KvferryError (HANDOFF_FAILED) when the pool's pages
+        cannot become those of the ticket's, (UNAVAILABLE) while closing.
         """
-        end, block_size = ticket.first_block + len(ticket.block_ids), ticket.layout.block_size
-        if block_size < 1 or ticket.lease_ms < 1:
-            raise ValueError("the ticket has no block size or no lease")
-        if num_tokens < 1 or -(-num_tokens // block_size) != end:
-            raise ValueError(
-                f"the ticket is for {end} blocks of {block_size} tokens, the prompt has {num_tokens} tokens"
-            )
+        handoff = outbound_handoff(ticket, self._layout, num_tokens, deadline)
         key = (ticket.data_address, ticket.decode_worker_id, ticket.incarnation)
         with self._changed:
             if self._closing:
@@ -123,24 +139,34 @@ class HandoffSender:
             if ticket.handoff_id in self._table:
                 raise ValueError(f"hand-off {ticket.handoff_id} is open already")
             outlet = self._outlets.get(key) or self._dial(key, ticket)
-            handoff = self._outbound(ticket, deadline, outlet.link.number)
+            handoff.link = outlet.link.number
             self._apply(self._table.open(handoff, self._clock.now()))
             if outlet.thread is None:
                 self._start(outlet)
         self._timer.nudge()
-        self._events.deliver()
+        self._deliver()
 
     def push(self, handoff_id: str, first_block: int, block_ids: Sequence[int], layers: range) -> None:
         """KV of prompt blocks first_block, first_block + 1, ... in these layers is final, and stays so until `Drained`.
 
-        block_ids are the local blocks that hold it. Never blocks. Blocks before ticket.first_block are ignored; so is
-        a hand-off that is over. A block that comes from elsewhere than before fails it. Raises ValueError out of range,
-        or after `commit`. Any thread.
+        block_ids are the local blocks that hold it; all are blocks of the local size. Never blocks. Those that the
+        ticket does not ask for are ignored; so is a hand-off that is over. A block that comes from elsewhere than
+        before fails it. Raises ValueError out of range, or after `commit`. Any thread.
         """
         for block_id in block_ids:
             if not 0 <= block_id < self._identity.num_blocks:
                 raise ValueError(f"block {block_id} is outside the pool of {self._identity.num_blocks} blocks")
         self._run(lambda: self._table.push(handoff_id, first_block, block_ids, layers))
+
+    def backlog_bytes(self, handoff_id: str) -> int:
+        """Bytes pushed and not yet written on the link of this hand-off, by all its hand-offs. Any thread; cheap."""
+        with self._changed:
+            return self._table.backlog_bytes(handoff_id)
+
+    def may_push(self, handoff_id: str) -> bool:
+        """Whether that link has fewer than `max_backlog_bytes`; True for a hand-off that is over. Any thread; cheap."""
+        with self._changed:
+            return self._table.may_push(handoff_id)
 
     def commit(self, handoff_id: str, record: CommitRecord) -> None:
         """Everything was pushed: send the commit record when the last byte is out. Never blocks. Any thread.
@@ -160,9 +186,7 @@ class HandoffSender:
     def snapshot(self) -> SenderSnapshot:
         """What is held now. Any thread."""
         with self._changed:
-            return SenderSnapshot(
-                len(self._table), {outlet.worker_id: outlet.transport for outlet in self._outlets.values()}
-            )
+            return SenderSnapshot(len(self._table), {o.worker_id: o.view for o in self._outlets.values()})
 
     def close(self, timeout_s: float) -> None:
         """Fail what is open, tell the peers, close links, end all threads. Idempotent. Close it before its pool."""
@@ -228,24 +252,34 @@ class HandoffSender:
             if channel is not None:
                 channel.stop()
                 channel.close()
+            self._pusher.release(outlet.link.number)
             with self._changed:
                 del self._links[outlet.link.number]
                 self._changed.notify_all()
 
     def _greet(self, outlet: Outlet, channel: Channel) -> Transport:
         """Prove, check and choose. Raises LinkError."""
-        peer = greet(channel, self._identity, self._io_timeout_s)
+        talk = Talk(channel, self._io_timeout_s)
+        peer = greet(talk, self._identity)
         if (peer.worker_id, peer.incarnation) != (outlet.worker_id, outlet.incarnation):
             raise LinkError(f"the ticket is of another life of {outlet.worker_id} than {peer.worker_id} lives now")
-        return outlet.reach(self._transports, channel, self._layout)
+        pair, target = Pair.of(self._facts, peer.facts), peer.layout
+        wire = wire_layout(target, self._wire_dtype)
+        memory = self._pusher.memory(outlet.link.number, target, wire)
+        return outlet.reach(talk, self._transports, pair, memory, target=target, wire=wire)
 
     def _talk(self, outlet: Outlet, channel: Channel, transport: Transport) -> None:
         link = outlet.link
         link.one_sided = transport.one_sided
         with self._changed:
             self._backoff.succeeded(outlet.key)
-            outlet.transport = transport.name
-            self._apply(self._table.link_ready(link.number, transport.name, self._clock.now()))
+            now, view = self._clock.now(), outlet.view
+            self._apply(
+                self._table.link_ready(
+                    link.number, transport.name, now, detail=view.detail, expected=view.expected, wire=outlet.wire()
+                )
+            )
+        self._deliver()
         self._timer.nudge()
         reader = threading.Thread(target=self._read, args=(outlet,), name="kv-listen", daemon=True)
         reader.start()
@@ -306,20 +340,6 @@ class HandoffSender:
 
     # ---- the table and its effects
 
-    def _outbound(self, ticket: internal_pb2.Ticket, deadline: float, link: int) -> OutboundHandoff:
-        return OutboundHandoff(
-            handoff_id=ticket.handoff_id,
-            attempt=ticket.attempt,
-            incarnation=ticket.incarnation,
-            secret=ticket.secret,
-            first_block=ticket.first_block,
-            block_ids=tuple(ticket.block_ids),
-            lease_s=ticket.lease_ms / 1000,
-            deadline=deadline,
-            link=link,
-            layout=self._layout,
-        )
-
     def _next_due(self) -> float | None:
         with self._changed:
             return self._table.next_due()
@@ -328,9 +348,21 @@ class HandoffSender:
         """Let the table decide, under the lock, and carry out what it says, in order."""
         with self._changed:
             self._apply(decide())
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Tell the worker what there is to tell. Called with no lock held."""
         self._events.deliver()
+        with self._changed:
+            has_room, self._has_room = self._has_room, False
+        if has_room and self._on_backlog is not None:
+            try:
+                self._on_backlog()
+            except Exception:
+                _log.exception("the receiver of news of the backlog failed")
 
     def _apply(self, effects: list[Effect]) -> None:
+        self._has_room |= any(isinstance(effect, ReportRoom) for effect in effects)
         for effect in effects:
             outlet = self._links.get(effect.link) if isinstance(effect, Post | Wake | CloseLink) else None
             if outlet is None:

@@ -1,18 +1,25 @@
 """What a transport is: an ordered channel of messages to a peer, and a way for payload to reach the peer's pool.
 
 * `Network` opens channels; `Channel` carries framed messages, each with an optional payload, in order or not at all.
-* `Transport` is how payload travels once a channel is up. An in-band one sends it behind its Write message; a
-  one-sided one writes into the peer's pool without the peer's help, and uses the channel for control only.
+* `Transport` is how payload travels once a channel is up: a `PayloadWriter` on one end, a `PayloadReader` on the
+  other. In band it follows its Write message on the channel. Otherwise it goes its own way and the channel is for
+  control only: the receiver has posted memory for it (ucx), or it lands without the receiver's help (shm, nixl:
+  `one_sided`).
 
-A payload write is complete when it returns: in-band, in order on the channel; one-sided, in the peer's memory. An
-asynchronous transport posts and waits inside one `write`, which is small enough (pages.MAX_WRITE_BYTES) to wait for.
+Every payload has a Write on the channel, and on its arrival the receiver waits until the payload is there and
+fingerprints it. A write is complete when it returns; an asynchronous transport posts and waits inside, and a write is
+small enough (pages.MAX_WRITE_BYTES) to wait for.
 """
 
-from collections.abc import Mapping, Sequence
+import abc
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kv_cache.layout import KVCacheLayout
+from kv_transfer.fingerprinter import Fingerprinter, PageFingerprints, Place
 from kv_transfer.messages import Write
+from kv_transfer.pages import PagesAt
 from kv_transfer.region import MemoryRegion
 
 
@@ -86,20 +93,59 @@ class Listener(Protocol):
 
 
 class PayloadWriter(Protocol):
-    """Writes payload into one peer's pool. Used by one thread, the link's writer."""
+    """The sender's end of one link's payload. Used by one thread, the link's writer."""
+
+    @property
+    def detail(self) -> str:
+        """What the transport's library chose for this link ("rc_mlx5/mlx5_0:1"); empty when there was no choice."""
 
     def write(self, message: Write, source: Sequence[memoryview], timeout_s: float) -> None:
-        """Move the pages that `message` names from `source`, complete on return.
+        """Move the pages that `message` names from `source`, and send `message` on the channel, once, when it is due.
 
-        Raises LinkError when the channel broke, TransportError when only this write failed.
+        Complete on return: `source` is no longer read. Raises LinkError when the link is of no more use,
+        TransportError when only this write failed and none of its bytes can land any more.
         """
 
     def close(self) -> None:
-        """Let go of the peer's memory. Idempotent."""
+        """Let go of the peer. On return nothing of ours reads the local memory or writes the peer's. Idempotent."""
+
+
+class FingerprintingWriter(PayloadWriter):
+    """A writer whose thread itself touches the pages that it moves, and can fingerprint them in the same pass."""
+
+    @abc.abstractmethod
+    def write_pages(
+        self, message: Write, source: PagesAt, place: Place, fingerprinter: Fingerprinter, timeout_s: float
+    ) -> PageFingerprints:
+        """As `write`; returns the fingerprints of `source`, whose pages are those that `message` and `place` name."""
+
+
+class PayloadReader(Protocol):
+    """The receiver's end of one link's payload. `stop` is for any thread, the rest for the link's reader."""
+
+    def read(self, size_bytes: int, announced_bytes: int, into: Sequence[memoryview], timeout_s: float) -> None:
+        """The payload of the Write just received, `size_bytes` long, lies wholly in `into` on return.
+
+        `announced_bytes` is what the frame says follows on the channel. Raises LinkError, also for a frame that says
+        something else than this transport does.
+        """
+
+    def skip(self, size_bytes: int, announced_bytes: int, timeout_s: float) -> None:
+        """The payload of the Write just received is not wanted: it lands nowhere. Raises LinkError."""
+
+    def stop(self) -> None:
+        """Whoever is inside comes out with LinkError, now and from now on. Never blocks."""
+
+    def close(self) -> None:
+        """On return nothing that this end asked for can land any more. When no thread is inside. Idempotent."""
+
+
+Ask = Callable[[bytes], bytes]
+"""Proposes a transport: sends its data to the peer, gives the peer's back. Raises TransportUnavailable, LinkError."""
 
 
 class Transport(Protocol):
-    """One way for payload to travel."""
+    """One way for payload to travel. One object a process; any thread, several links at once."""
 
     @property
     def name(self) -> str:
@@ -112,8 +158,22 @@ class Transport(Protocol):
     def offer(self, pool: MemoryRegion) -> bytes | None:
         """Receiver: what a sender needs to reach this pool, at most 4 KiB; None when it cannot be reached this way."""
 
-    def connect(self, descriptor: bytes, channel: Channel, layout: KVCacheLayout) -> PayloadWriter:
-        """Sender: reach the pool that the offer names. Raises TransportUnavailable."""
+    def connect(
+        self, offer: bytes, channel: Channel, layout: KVCacheLayout, memory: Sequence[MemoryRegion], ask: Ask
+    ) -> PayloadWriter:
+        """Sender: reach the pool, of this layout, that the offer names; `memory` is where payload will come from.
+
+        Calls `ask` once. The channel carries nothing else meanwhile. Raises TransportUnavailable, also after `ask`
+        was answered (another transport is then proposed), or LinkError.
+        """
+
+    def accept(
+        self, data: bytes, channel: Channel, layout: KVCacheLayout, pool: MemoryRegion
+    ) -> tuple[bytes, PayloadReader]:
+        """Receiver: the answer to what a sender's `ask` brought, and the way in. Raises TransportUnavailable."""
+
+    def close(self) -> None:
+        """Let go of what the process holds for it, after the last link. Idempotent."""
 
 
 class Network(Protocol):
@@ -129,6 +189,9 @@ class Network(Protocol):
     def connect(self, address: str, timeout_s: float) -> Channel:
         """Reach a listener. Raises LinkError."""
 
+    def close(self) -> None:
+        """Close the transports, after the last link. By whoever made the network; idempotent."""
+
 
 def choose_transports(network: Network, names: Sequence[str]) -> dict[str, Transport]:
     """The transports of these names, in this order. Raises ValueError for one that the network does not have."""
@@ -137,3 +200,10 @@ def choose_transports(network: Network, names: Sequence[str]) -> dict[str, Trans
         known = ", ".join(network.transports)
         raise ValueError(f"transports must be some of {known}, not {', '.join(unknown) or 'none'}")
     return {name: network.transports[name] for name in names}
+
+
+def close_transports(transports: Mapping[str, Transport]) -> None:
+    """Close each of them, whatever the others do. For networks."""
+    with contextlib.ExitStack() as stack:
+        for transport in transports.values():
+            stack.callback(transport.close)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kv_cache.layout import KVCacheLayout
 from kv_transfer.messages import Write
 from kv_transfer.region import MemoryRegion
-from kv_transfer.transport import Channel, PayloadWriter
+from kv_transfer.transport import Ask, Channel, LinkError, PayloadReader, PayloadWriter
 from kv_transfer.wire import encode
 
 
@@ -21,12 +21,26 @@ class InBandTransport:
         """Every pool can be reached through its worker."""
         return b""
 
-    def connect(self, descriptor: bytes, channel: Channel, layout: KVCacheLayout) -> PayloadWriter:
-        """The channel is all it takes."""
+    def connect(
+        self, offer: bytes, channel: Channel, layout: KVCacheLayout, memory: Sequence[MemoryRegion], ask: Ask
+    ) -> PayloadWriter:
+        """The channel is all it takes. Raises TransportUnavailable when the peer declines."""
+        ask(b"")
         return _InBandWriter(channel)
+
+    def accept(
+        self, data: bytes, channel: Channel, layout: KVCacheLayout, pool: MemoryRegion
+    ) -> tuple[bytes, PayloadReader]:
+        """The channel is all it takes."""
+        return b"", _InBandReader(channel)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class _InBandWriter:
+    detail = ""
+
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
@@ -35,3 +49,29 @@ class _InBandWriter:
 
     def close(self) -> None:
         return
+
+
+class _InBandReader:
+    """The end of the channel ends it too, so there is nothing to stop."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def read(self, size_bytes: int, announced_bytes: int, into: Sequence[memoryview], timeout_s: float) -> None:
+        _check(size_bytes, announced_bytes)
+        self._channel.receive_payload(into, timeout_s)
+
+    def skip(self, size_bytes: int, announced_bytes: int, timeout_s: float) -> None:
+        _check(size_bytes, announced_bytes)
+        self._channel.skip_payload(size_bytes, timeout_s)
+
+    def stop(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def _check(size_bytes: int, announced_bytes: int) -> None:
+    if announced_bytes != size_bytes:
+        raise LinkError(f"a write of {announced_bytes} bytes that names pages of {size_bytes}")

@@ -10,9 +10,20 @@ from collections.abc import Mapping, Sequence
 from kv_cache.layout import KVCacheLayout
 from kv_transfer.faults import FaultPlan, MessageFaults
 from kv_transfer.region import MemoryRegion
-from kv_transfer.transport import Channel, LinkError, Listener, PayloadWriter, PeerGone, Transport, TransportUnavailable
+from kv_transfer.transport import (
+    Ask,
+    Channel,
+    LinkError,
+    Listener,
+    PayloadReader,
+    PayloadWriter,
+    PeerGone,
+    Transport,
+    TransportUnavailable,
+    close_transports,
+)
 from kv_transfer.transport_inband import InBandTransport
-from kv_transfer.transport_shm import PoolWriter
+from kv_transfer.transport_shm import LandedReader, PoolWriter
 from kv_transfer.wire import check_sizes
 
 _MAX_FRAMES = 256
@@ -50,6 +61,10 @@ class MemoryNetwork:
         back = _Pipe(MessageFaults(self._plan, f"{number} to sender"))
         listener.offer(_MemoryChannel(f"memory link {number}", inbound=out, outbound=back))
         return _MemoryChannel(address, inbound=back, outbound=out)
+
+    def close(self) -> None:
+        """Close the transports."""
+        close_transports(self.transports)
 
     def forget(self, address: str) -> None:
         """A listener is closed."""
@@ -215,9 +230,21 @@ class _DirectTransport:
             self._pools[key] = pool
             return key
 
-    def connect(self, descriptor: bytes, channel: Channel, layout: KVCacheLayout) -> PayloadWriter:
+    def connect(
+        self, offer: bytes, channel: Channel, layout: KVCacheLayout, memory: Sequence[MemoryRegion], ask: Ask
+    ) -> PayloadWriter:
         with self._lock:
-            pool = self._pools.get(descriptor)
+            pool = self._pools.get(offer)
         if pool is None:
             raise TransportUnavailable("no such pool in this process")
-        return PoolWriter(pool.buffer, layout, None)
+        ask(b"")
+        return PoolWriter(pool.buffer, layout, channel)
+
+    def accept(
+        self, data: bytes, channel: Channel, layout: KVCacheLayout, pool: MemoryRegion
+    ) -> tuple[bytes, PayloadReader]:
+        return b"", LandedReader()
+
+    def close(self) -> None:
+        with self._lock:
+            self._pools.clear()

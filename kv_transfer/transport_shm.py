@@ -1,14 +1,25 @@
-"""Same host: the sender maps the receiver's pool and copies straight into it. Control stays on the channel."""
+"""Same host: the sender maps the receiver's pool and copies straight into it; a Write says what has been copied."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from kv_cache.layout import KVCacheLayout
+from kv_transfer.fingerprinter import Fingerprinter, PageFingerprints, Place
 from kv_transfer.messages import Write
-from kv_transfer.pages import views
+from kv_transfer.pages import PagesAt
 from kv_transfer.region import MemoryRegion, RegionError
-from kv_transfer.transport import Channel, PayloadWriter, TransportError, TransportUnavailable
+from kv_transfer.transport import (
+    Ask,
+    Channel,
+    FingerprintingWriter,
+    LinkError,
+    PayloadReader,
+    PayloadWriter,
+    TransportError,
+    TransportUnavailable,
+)
+from kv_transfer.wire import encode
 
 
 class ShmTransport:
@@ -21,35 +32,91 @@ class ShmTransport:
         """The region's descriptor; None for private memory."""
         return pool.descriptor() if pool.shared else None
 
-    def connect(self, descriptor: bytes, channel: Channel, layout: KVCacheLayout) -> PayloadWriter:
-        """Map the pool. Raises TransportUnavailable."""
+    def connect(
+        self, offer: bytes, channel: Channel, layout: KVCacheLayout, memory: Sequence[MemoryRegion], ask: Ask
+    ) -> PayloadWriter:
+        """Map the pool. Raises TransportUnavailable, LinkError."""
         try:
-            region = MemoryRegion.open_remote(descriptor)
+            region = MemoryRegion.open_remote(offer)
         except RegionError as error:
             raise TransportUnavailable(str(error)) from error
-        return PoolWriter(region.buffer, layout, region)
+        try:
+            ask(b"")
+        except BaseException:
+            region.close()
+            raise
+        return PoolWriter(region.buffer, layout, channel, region)
+
+    def accept(
+        self, data: bytes, channel: Channel, layout: KVCacheLayout, pool: MemoryRegion
+    ) -> tuple[bytes, PayloadReader]:
+        """The sender has the pool mapped and writes alone."""
+        return b"", LandedReader()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
-class PoolWriter:
-    """Copies pages into a peer's pool that is mapped here. `region`, if given, is closed with the writer."""
+class PoolWriter(FingerprintingWriter):
+    """Copies pages into a peer's pool that is mapped here, then says so. `region`, if given, is closed with it."""
 
-    def __init__(self, pool: memoryview, layout: KVCacheLayout, region: MemoryRegion | None) -> None:
+    detail = ""
+
+    def __init__(
+        self, pool: memoryview, layout: KVCacheLayout, channel: Channel, region: MemoryRegion | None = None
+    ) -> None:
         self._pool = pool
         self._layout = layout
+        self._channel = channel
         self._region = region
         self._num_blocks = pool.nbytes // layout.block_bytes
 
     def write(self, message: Write, source: Sequence[memoryview], timeout_s: float) -> None:
-        """Copy. Raises TransportError, before a byte is written, for blocks outside the pool."""
+        """Copy. Raises TransportError, before a byte is written, for blocks outside the pool; LinkError."""
+        copy_views(source, self._target(message).views())
+        self._tell(message, timeout_s)
+
+    def write_pages(
+        self, message: Write, source: PagesAt, place: Place, fingerprinter: Fingerprinter, timeout_s: float
+    ) -> PageFingerprints:
+        """Fingerprint and copy. Raises as `write`."""
+        found = fingerprinter.copy(source, self._target(message), place)
+        self._tell(message, timeout_s)
+        return found
+
+    def _target(self, message: Write) -> PagesAt:
         if not all(0 <= block_id < self._num_blocks for block_id in message.block_ids):
             raise TransportError(f"the ticket names blocks outside the peer's pool of {self._num_blocks} blocks")
         layers = range(message.layer, message.layer + message.num_layers)
-        copy_views(source, views(self._pool, self._layout, message.block_ids, layers))
+        return PagesAt.in_pool(self._pool, self._layout, message.block_ids, layers)
+
+    def _tell(self, message: Write, timeout_s: float) -> None:
+        # The peer reads the pages only after this message has gone through the kernel, twice: a barrier on any CPU.
+        self._channel.send(encode(message), (), timeout_s)
 
     def close(self) -> None:
         """Unmap. Idempotent."""
         if self._region is not None:
             self._region.close()
+
+
+class LandedReader:
+    """The receiver's end where a payload lies in the pool before its Write is sent."""
+
+    def read(self, size_bytes: int, announced_bytes: int, into: Sequence[memoryview], timeout_s: float) -> None:
+        """It is there already. Raises LinkError for a frame with a payload."""
+        self.skip(size_bytes, announced_bytes, timeout_s)
+
+    def skip(self, size_bytes: int, announced_bytes: int, timeout_s: float) -> None:
+        """Too late to keep it out. Raises LinkError for a frame with a payload."""
+        if announced_bytes:
+            raise LinkError(f"a payload of {announced_bytes} bytes on a link that writes into the pool by itself")
+
+    def stop(self) -> None:
+        """Nobody waits inside."""
+
+    def close(self) -> None:
+        """Nothing was asked for."""
 
 
 def copy_views(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:

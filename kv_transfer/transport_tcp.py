@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from kv_transfer.transport import Channel, LinkError, Listener, PeerGone, Transport
+from kv_transfer.transport import Channel, LinkError, Listener, PeerGone, Transport, close_transports
 from kv_transfer.transport_inband import InBandTransport
 from kv_transfer.transport_shm import ShmTransport
 from kv_transfer.wire import HEADER, check_sizes
@@ -21,10 +21,11 @@ _FRAME_TIMEOUT_S = 10.0
 
 
 class TcpNetwork:
-    """The network of real workers: control over TCP, payload by `tcp` or, on one host, `shm`."""
+    """The network of real workers: control over TCP, payload by any of `transports` (default: `shm` and `tcp`)."""
 
-    def __init__(self) -> None:
-        self.transports: Mapping[str, Transport] = {"shm": ShmTransport(), "tcp": InBandTransport("tcp")}
+    def __init__(self, transports: Sequence[Transport] | None = None) -> None:
+        chosen = (ShmTransport(), InBandTransport("tcp")) if transports is None else transports
+        self.transports: Mapping[str, Transport] = {transport.name: transport for transport in chosen}
 
     def listen(self, host: str, port: int) -> Listener:
         """Bind to this address only. Raises OSError when it is taken or not ours."""
@@ -40,6 +41,10 @@ class TcpNetwork:
         except (OSError, ValueError, OverflowError) as error:
             raise LinkError(f"{address} cannot be reached: {error}") from error
         return TcpChannel(sock)
+
+    def close(self) -> None:
+        """Close the transports."""
+        close_transports(self.transports)
 
 
 class _TcpListener:

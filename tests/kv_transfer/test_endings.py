@@ -17,6 +17,7 @@ from kv_transfer.messages import Write
 from kv_transfer.receive_table import ReceiveCounts
 from kv_transfer.transport_shm import PoolWriter
 from kvferry_rpc.common_pb2 import ErrorCode
+from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from tests.support.kv_pair import KINDS, LAYOUT, POISON, WAIT_S, Pair, block_of, poison, wiring
 
@@ -138,11 +139,17 @@ def test_a_lease_runs_out_with_no_traffic_at_all() -> None:
 
 @pytest.mark.parametrize("kind", ["memory-direct", "tcp"])
 def test_renewals_keep_many_hand_offs_that_wait(kind: str) -> None:
-    with Pair(num_blocks=64, receiver={"lease_s": 0.6}, **wiring(kind)) as pair:
+    clock, lease_s = ManualClock(), 3.0
+    both = {"clock": clock}
+    with Pair(num_blocks=64, receiver={"lease_s": lease_s, **both}, sender=both, **wiring(kind)) as pair:
         tickets = [pair.reserve([block]) for block in range(64)]
         for ticket in tickets:
             pair.open(ticket, [ticket.block_ids[0]])
-        time.sleep(1.5)
+        pair.wait_until_open(64)
+        for _ in range(5):
+            clock.advance(lease_s / 2)
+            pair.sender.sweep(clock.now())
+            pair.wait_until_renewed(clock.now() + lease_s)
         for ticket in tickets:
             pair.push(ticket, range(1), range(LAYOUT.num_layers))
             pair.commit(ticket, 1)
@@ -150,9 +157,13 @@ def test_renewals_keep_many_hand_offs_that_wait(kind: str) -> None:
 
 
 def test_a_hand_off_past_its_deadline_fails_on_both_sides() -> None:
-    with Pair(**wiring("tcp")) as pair:
+    clock = ManualClock(time.monotonic())
+    with Pair(sender={"clock": clock}, **wiring("tcp")) as pair:
         ticket = pair.reserve([1])
-        pair.open(ticket, [1], within_s=0.05)
+        pair.open(ticket, [1])
+        pair.wait_until_open(1)  # before that, the receiver could learn of it by its lease only
+        clock.advance(2 * WAIT_S)
+        pair.sender.sweep(clock.now())
         received, sent = pair.outcome(ticket)
         assert isinstance(sent, Failed)
         assert sent.error.code == received.error.code == ErrorCode.DEADLINE_EXCEEDED
@@ -211,7 +222,7 @@ def test_a_link_lost_on_one_side_only_is_replaced_and_links_do_not_pile_up(side:
                 pair.receiver.release(ticket.handoff_id)
             outlet = next(iter(pair.sender._outlets.values()), None)
             if round_ % 2 and outlet is not None:
-                ends = [outlet.link] if side == "sender" else list(pair.receiver._links.values())
+                ends = [outlet.link] if side == "sender" else [inlet.link for inlet in pair.receiver._inlets.values()]
                 for link in ends:
                     link.break_off("test")
                 if outlet.thread is not None:
@@ -220,7 +231,7 @@ def test_a_link_lost_on_one_side_only_is_replaced_and_links_do_not_pile_up(side:
         pair.send(last, [7])
         assert isinstance(pair.outcome(last)[0], Committed)
         assert pair.receiver.snapshot().links <= 2
-        assert pair.sender.snapshot().transports == {"decode": "tcp"}
+        assert pair.sender.snapshot().transports["decode"].transport == "tcp"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -307,9 +318,11 @@ def test_without_a_thread_to_spare_one_hand_off_fails_and_the_next_works(
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", starve)
-    with Pair(receiver={"lease_s": 0.5}, **wiring("tcp")) as pair:
+    with Pair(**wiring("tcp")) as pair:
         ticket = pair.reserve([1])
         pair.send(ticket, [2])
+        assert isinstance(pair.sent.wait(ticket.handoff_id, Sent, Failed), Failed)
+        pair.receiver.sweep(time.monotonic() + WAIT_S)  # no link told it: its lease has to
         received, sent = pair.outcome(ticket)
         assert isinstance(received, Failed)
         assert isinstance(sent, Failed)

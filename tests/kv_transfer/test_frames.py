@@ -22,10 +22,11 @@ from kv_transfer.messages import (
     Write,
 )
 from kv_transfer.receive_table import ReceiveCounts
+from kv_transfer.talk import Talk
 from kv_transfer.transport_tcp import TcpChannel
 from kv_transfer.wire import HEADER, decode_from_receiver, decode_from_sender, encode
 from tests.support.kv_pair import LAYOUT, POISON, Pair, block_of
-from tests.support.kv_stranger import TIMEOUT_S, answer, dial, greeted, heard_to_the_end, say, still_works
+from tests.support.kv_stranger import TIMEOUT_S, answer, dial, greeted, heard_to_the_end, say, settled, still_works
 
 
 @pytest.fixture
@@ -159,7 +160,9 @@ def test_a_malformed_frame_closes_its_link_and_fails_what_was_open_on_it(
 def test_a_payload_that_stalls_costs_its_link_and_is_fenced_by_the_lease() -> None:
     with Pair(transports=("tcp",), receiver={"lease_s": 0.3, "io_timeout_s": 60.0}) as pair, dial(pair) as sock:
         channel = TcpChannel(sock)
-        handshake.greet(channel, pair.prefill, TIMEOUT_S)
+        talk = Talk(channel, TIMEOUT_S)
+        handshake.greet(talk, pair.prefill)
+        settled(talk)
         ticket = pair.reserve([1])
         say(channel, Open(ticket.handoff_id, 1, ticket.incarnation, ticket.secret, "tcp"))
         answer(channel)
@@ -179,7 +182,7 @@ def test_a_one_sided_link_that_talks_nonsense_is_fenced_only_when_its_peer_has_c
     """We can stop listening to such a peer, but not stop it from writing: only its end of the link says that."""
     with Pair(transports=("shm", "tcp")) as pair:
         ticket = pair.reserve([1])
-        channel = greeted(pair)
+        channel = greeted(pair, transport="shm")
         say(channel, Open(ticket.handoff_id, 1, ticket.incarnation, ticket.secret, "shm"))
         answer(channel)
         channel.send(b"\xc1", [], TIMEOUT_S)

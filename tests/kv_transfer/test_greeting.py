@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 import kv_transfer
-from kv_cache.layout import KVCacheLayout, KVDtype
+from kv_cache.layout import KVCacheLayout
 from kv_transfer import handshake
 from kv_transfer.events import Failed
 from kv_transfer.messages import (
@@ -29,6 +29,7 @@ from kv_transfer.messages import (
     Renew,
     Welcome,
 )
+from kv_transfer.talk import Talk
 from kv_transfer.transport import LinkError
 from kv_transfer.transport_tcp import TcpNetwork
 from kv_transfer.wire import HEADER, decode_greeting, encode
@@ -151,7 +152,7 @@ def test_a_proof_cannot_be_replayed(pair: Pair) -> None:
             recorded.append(message)
             channel.send(message, payload, timeout_s)
 
-    handshake.greet(Tap(), pair.prefill, TIMEOUT_S)  # type: ignore[arg-type]
+    handshake.greet(Talk(Tap(), TIMEOUT_S), pair.prefill)  # type: ignore[arg-type]
     channel.stop()
     channel.close()
     introduction = decode_greeting(recorded[1])
@@ -205,8 +206,6 @@ DIFFERENCES = {
     "num_layers": 4,
     "num_kv_heads": 4,
     "head_dim": 32,
-    "block_size": 16,
-    "dtype": KVDtype.BF16,
     "axis_order": "other",
     "hash_version": 99,
 }
@@ -221,7 +220,7 @@ def test_layouts_that_differ_are_refused_naming_both_values(name: str) -> None:
         ticket = pair.reserve([1])
         pair.send(ticket, [2])
         failed = pair.sent.wait(ticket.handoff_id, Failed)
-        ours, theirs = (getattr(value, "value", value) for value in (getattr(LAYOUT, name), DIFFERENCES[name]))
+        ours, theirs = getattr(LAYOUT, name), DIFFERENCES[name]
         assert str(ours) in failed.error.message
         assert str(theirs) in failed.error.message
         assert pair.receiver.snapshot().handoffs.reserved == 1

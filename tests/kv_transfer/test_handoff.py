@@ -7,6 +7,7 @@ import pytest
 
 from kv_transfer.events import CommitRecord, Committed, Drained, Failed, Fenced, Sent
 from kv_transfer.faults import FaultPlan
+from kv_transfer.outlet import LinkView
 from kv_transfer.receive_table import ReceiveCounts
 from kv_transfer.receiver import MAX_HANDOFFS, HandoffReceiver
 from kv_transfer.sender import HandoffSender
@@ -48,7 +49,8 @@ def test_the_decode_pool_holds_what_the_prefill_pool_held_and_both_say_the_same(
         pair.receiver.release(ticket.handoff_id)
         assert pair.receiver.snapshot().handoffs == NOTHING
         assert pair.sender.snapshot().handoffs == 0
-        assert pair.sender.snapshot().transports == {"decode": name}
+        assert pair.sender.snapshot().transports == {"decode": LinkView(name, "", name, "")}
+        assert received.stats.first_write_at <= received.stats.last_write_at <= received.stats.commit_received_at
 
 
 @pytest.mark.parametrize("kind", KINDS)

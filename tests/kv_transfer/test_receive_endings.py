@@ -2,6 +2,7 @@
 
 import pytest
 
+from kv_transfer import fingerprint
 from kv_transfer.handoff import (
     CloseLink,
     Failure,
@@ -9,15 +10,16 @@ from kv_transfer.handoff import (
     ReportCommitted,
     ReportFailed,
     ReportFenced,
-    Verify,
 )
 from kv_transfer.messages import Abort, Accepted, Fence, Rejected, Renew, Renewed
 from kv_transfer.records import MAX_FIRST_TOKEN_BYTES
 from tests.support.receive_states import (
+    CHECKSUMS,
     FIRST,
     IDS,
     LINK,
     OTHER,
+    PAGE_FINGERPRINTS,
     SECRET,
     answers,
     commit_message,
@@ -31,8 +33,8 @@ from tests.support.receive_states import (
 
 def test_the_fence_waits_for_the_payload_that_is_landing() -> None:
     table = in_state("transferring")
-    allowed, _ = table.begin_write(LINK, write_message(), 2.0)
-    assert allowed
+    seed, _ = table.begin_write(LINK, write_message(), 2.0)
+    assert seed is not None
     assert answers(table.abort("h", Failure("cancelled"))) == ["ReportFailed", "Abort"]
     assert answers(table.end_write(write_message(), landed=True, now=3.0)) == ["ReportFenced"]
     assert len(table) == 0
@@ -86,33 +88,47 @@ def test_without_checksums_missing_pages_pass_but_bounds_do_not() -> None:
     ]
 
 
-def test_a_commit_is_verified_before_it_counts() -> None:
-    table = in_state("transferring")
-    do_write(table)
-    (task,) = table.commit(LINK, commit_message(), 3.0)
-    assert task == Verify("h", 2, FIRST, IDS, (1, 2))
-    report, accepted = table.verified("h", digest=b"d", mismatch="", now=4.0)
+def test_a_commit_counts_when_it_is_of_what_landed() -> None:
+    table = in_state("written")
+    report, accepted = table.commit(LINK, commit_message(), 3.0)
     assert isinstance(report, ReportCommitted)
     assert (report.record.num_tokens, report.record.first_token) == (40, b"t")
     stats = report.stats
-    assert (stats.transport, stats.num_blocks, stats.size_bytes, stats.digest) == ("t", 2, 4 * 256, b"d")
+    assert (stats.transport, stats.num_blocks, stats.size_bytes) == ("t", 2, 4 * 256)
+    assert stats.digest == fingerprint.digest(CHECKSUMS)
     assert (stats.first_write_at, stats.last_write_at) == (2.0, 2.5)
-    assert (stats.commit_received_at, stats.verified_at, stats.verified) == (3.0, 4.0, True)
+    assert (stats.commit_received_at, stats.verified_at, stats.verified) == (3.0, 3.0, True)
     assert accepted == Post(LINK, Accepted("h"))
-    assert table.verified("h", digest=b"d", mismatch="", now=4.0) == []
 
 
-def test_a_mismatch_rejects_the_commit() -> None:
-    table = in_state("sealed")
-    effects = table.verified("h", digest=b"", mismatch="block 3 differs", now=4.0)
+@pytest.mark.parametrize("one_sided", [False, True])
+@pytest.mark.parametrize("checksums", [CHECKSUMS[::-1], (CHECKSUMS[0], CHECKSUMS[1] ^ 1), (0, 0)])
+def test_a_commit_of_other_content_is_refused_naming_the_block(checksums: tuple[int, ...], one_sided: bool) -> None:
+    table = in_state("written", one_sided=one_sided)
+    effects = table.commit(LINK, commit_message(checksums=checksums), 4.0)
     assert answers(effects) == ["ReportFailed", "Rejected", "ReportFenced"]
-    assert effects[1] == Post(LINK, Rejected("h", "block 3 differs"))
+    wrong = FIRST if checksums[0] != CHECKSUMS[0] else FIRST + 1
+    assert isinstance(effects[1], Post)
+    assert isinstance(effects[1].message, Rejected)
+    assert f"prompt block {wrong} does not hold what was sent" in effects[1].message.reason
 
 
-def test_an_abort_during_verification_wins() -> None:
-    table = in_state("sealed", one_sided=True)
-    assert answers(table.abort("h", Failure("cancelled"))) == ["ReportFailed", "Abort", "ReportFenced"]
-    assert table.verified("h", digest=b"d", mismatch="", now=4.0) == []
+@pytest.mark.parametrize("second", [(1, 2, 3, 4), PAGE_FINGERPRINTS])
+def test_pages_written_again_count_as_the_last_write_left_them(second: tuple[int, ...]) -> None:
+    table, message = in_state("written"), write_message()
+    table.begin_write(LINK, message, 3.0)
+    table.end_write(message, landed=True, fingerprints=second, now=3.5)
+    ending = "ReportCommitted" if second == PAGE_FINGERPRINTS else "ReportFailed"
+    assert answers(table.commit(LINK, commit_message(), 4.0))[0] == ending
+
+
+def test_pages_whose_second_write_was_cut_short_do_not_count() -> None:
+    table, message = in_state("written"), write_message(num_layers=1)
+    table.begin_write(LINK, message, 3.0)
+    table.end_write(message, landed=False, now=3.5)
+    effects = table.commit(LINK, commit_message(), 4.0)
+    assert isinstance(effects[0], ReportFailed)
+    assert f"prompt block {FIRST}, layer 0 was never received" in effects[0].failure.message
 
 
 def test_an_abort_after_the_commit_changes_nothing() -> None:
@@ -124,7 +140,7 @@ def test_an_abort_after_the_commit_changes_nothing() -> None:
 
 
 def test_release_forgets_only_what_is_committed() -> None:
-    for state in ("reserved", "transferring", "sealed"):
+    for state in ("reserved", "transferring", "written"):
         table = in_state(state)
         table.release("h")
         assert len(table) == 1
@@ -139,12 +155,6 @@ def test_a_lease_that_runs_out_fails_and_fences(state: str) -> None:
     effects = table.expire(due)
     assert [effect for effect in answers(effects) if effect != "Abort"] == ["ReportFailed", "ReportFenced"]
     assert table.next_expiry() is None
-
-
-def test_a_lease_does_not_run_out_while_the_commit_is_verified() -> None:
-    table = in_state("sealed")
-    assert table.expire(1000.0) == []
-    assert answers(table.verified("h", digest=b"", mismatch="", now=1001.0)) == ["ReportCommitted", "Accepted"]
 
 
 def test_renewing_and_writing_extend_the_lease() -> None:
@@ -216,9 +226,8 @@ def test_a_prompt_that_is_all_cached_commits_without_a_write() -> None:
     table = make_table()
     table.reserve("k", secret=SECRET, attempt=2, first_block=5, block_ids=(), num_tokens=40, now=0.0)
     do_open(table, handoff_id="k")
-    (task,) = table.commit(LINK, commit_message(handoff_id="k", checksums=(), num_pages=0), 3.0)
-    assert isinstance(task, Verify)
-    assert answers(table.verified("k", digest=b"", mismatch="", now=4.0)) == ["ReportCommitted", "Accepted"]
+    effects = table.commit(LINK, commit_message(handoff_id="k", checksums=(), num_pages=0), 3.0)
+    assert answers(effects) == ["ReportCommitted", "Accepted"]
 
 
 def test_what_a_fence_reports_comes_last_and_once() -> None:

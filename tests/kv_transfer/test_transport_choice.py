@@ -10,6 +10,7 @@ from kv_transfer.outlet import Backoff
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.sender import SenderSnapshot
 from kv_transfer.transport import Channel, TransportError
+from kv_transfer.transport_memory import MemoryNetwork
 from kv_transfer.transport_shm import PoolWriter
 from kv_transfer.transport_tcp import TcpNetwork
 from runtime.clock import SystemClock
@@ -30,7 +31,12 @@ def test_a_pool_that_cannot_be_mapped_is_reached_over_tcp(caplog: pytest.LogCapt
         assert (sent.stats.transport, received.stats.transport) == ("tcp", "tcp")
         assert pair.equal(ticket, [2])
         assert still_works(pair)
-        assert len([record for record in caplog.records if "shm does not reach decode" in record.message]) == 1
+        warnings = [record.message for record in caplog.records if "to decode over tcp" in record.message]
+        assert len(warnings) == 1, "one for the pair, not one for each hand-off"
+        assert "not over shm as expected: " in warnings[0]
+        view = pair.sender.snapshot().transports["decode"]
+        assert (view.transport, view.expected) == ("tcp", "shm")
+        assert "is not the region described" in view.why_not
 
 
 def test_the_best_transport_both_have_is_taken_and_can_be_forced() -> None:
@@ -99,8 +105,9 @@ def test_the_pause_grows_to_a_bound_and_ends_with_success() -> None:
 
 @pytest.mark.parametrize("block_ids", [(4,), (-1,), (0, 4), (10**9,)])
 def test_a_one_sided_write_outside_the_pool_is_refused_before_a_byte_lands(block_ids: tuple[int, ...]) -> None:
-    pool = bytearray(LAYOUT.pool_bytes(4))
-    writer = PoolWriter(memoryview(pool), LAYOUT, None)
+    pool, network = bytearray(LAYOUT.pool_bytes(4)), MemoryNetwork()
+    channel = network.connect(network.listen("", 0).address, 1.0)
+    writer = PoolWriter(memoryview(pool), LAYOUT, channel)
     source = [memoryview(b"\xee" * LAYOUT.block_bytes * len(block_ids))]
     with pytest.raises(TransportError, match="outside the peer's pool of 4 blocks"):
         writer.write(Write("h", 0, block_ids, 0, LAYOUT.num_layers), source, 1.0)

@@ -19,6 +19,7 @@ from kv_transfer.events import Committed, Drained, Failed, Fenced, Sent
 from kv_transfer.receive_table import ReceiveCounts
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import Ticket
+from runtime.clock import ManualClock
 from tests.support.kv_pair import LAYOUT, WAIT_S, Pair, block_of
 
 ROOT = Path(__file__).parents[2]
@@ -77,10 +78,11 @@ class Peer:
 
 
 class RemotePrefill:
-    """A receiver here, a sender in another process."""
+    """A receiver here, whose leases run out when the test says so, and a sender in another process."""
 
-    def __init__(self, kind: str, *, lease_s: float, io_timeout_s: float = LONG_S) -> None:
-        options = {"lease_s": lease_s, "io_timeout_s": io_timeout_s}
+    def __init__(self, kind: str) -> None:
+        self.clock = ManualClock()
+        options = {"lease_s": LONG_S, "io_timeout_s": LONG_S, "clock": self.clock}
         self.pair = Pair(transports=(kind,), num_blocks=NUM_BLOCKS, receiver=options)
         self.peer = Peer("prefill", kind, NUM_BLOCKS, {"io_timeout_s": LONG_S})
         self.ids, self.source = [3, 4, 7, 1], [9, 8, 2, 3]
@@ -97,6 +99,19 @@ class RemotePrefill:
         while not all(self.landed(index) for index in range(2)):
             assert time.monotonic() < deadline
             threading.Event().wait(0.005)
+
+    def pass_lease(self) -> None:
+        self.clock.advance(LONG_S)
+        self.pair.receiver.sweep(self.clock.now())
+
+    def fail_by_lease(self) -> None:
+        """Let the lease run out, and once more if a write that had landed was still being noted."""
+        deadline = time.monotonic() + WAIT_S
+        while not self.kinds():
+            assert time.monotonic() < deadline
+            self.pass_lease()
+            threading.Event().wait(0.005)
+        assert "lease" in self.wait(Failed).error.message
 
     def push(self, start: int, stop: int) -> None:
         self.do("push", first=start, blocks=self.source[start:stop])
@@ -115,8 +130,7 @@ class RemotePrefill:
 
 @pytest.fixture
 def remote(request: pytest.FixtureRequest) -> Iterator[RemotePrefill]:
-    kind, lease_s = request.param
-    both = RemotePrefill(kind, lease_s=lease_s)
+    both = RemotePrefill(request.param)
     try:
         yield both
     finally:
@@ -124,11 +138,11 @@ def remote(request: pytest.FixtureRequest) -> Iterator[RemotePrefill]:
         both.pair.__exit__()
 
 
-def over(*kinds: str, lease_s: float) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("remote", [(kind, lease_s) for kind in kinds], ids=kinds, indirect=True)
+def over(*kinds: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("remote", kinds, indirect=True)
 
 
-@over("tcp", "shm", lease_s=LONG_S)
+@over("tcp", "shm")
 def test_the_content_of_another_process_arrives(remote: RemotePrefill) -> None:
     remote.send_half()
     remote.push(2, 4)
@@ -139,7 +153,7 @@ def test_the_content_of_another_process_arrives(remote: RemotePrefill) -> None:
     assert remote.peer.wait_event("Drained")
 
 
-@over("tcp", "shm", lease_s=LONG_S)
+@over("tcp", "shm")
 def test_a_sender_killed_in_mid_transfer_is_noticed_at_once_and_fenced(remote: RemotePrefill) -> None:
     remote.send_half()
     remote.peer.signal(signal.SIGKILL)
@@ -150,11 +164,11 @@ def test_a_sender_killed_in_mid_transfer_is_noticed_at_once_and_fenced(remote: R
     remote.pair.reserve(remote.ids)  # The blocks are free for the next.
 
 
-@over("tcp", lease_s=0.7)
+@over("tcp")
 def test_a_stopped_sender_over_tcp_fails_by_its_lease_and_is_fenced_at_once(remote: RemotePrefill) -> None:
     remote.send_half()
     remote.peer.signal(signal.SIGSTOP)
-    assert "lease" in remote.wait(Failed).error.message
+    remote.fail_by_lease()
     remote.wait(Fenced)
     remote.peer.signal(signal.SIGCONT)
     remote.push(2, 4)
@@ -164,16 +178,17 @@ def test_a_stopped_sender_over_tcp_fails_by_its_lease_and_is_fenced_at_once(remo
     assert remote.kinds() == ["Failed", "Fenced"]
 
 
-@over("shm", lease_s=0.7)
+@over("shm")
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGCONT])
 def test_a_stopped_sender_over_shm_keeps_its_blocks_in_quarantine_until_it_cannot_write(
     remote: RemotePrefill, ending: int
 ) -> None:
     remote.send_half()
     remote.peer.signal(signal.SIGSTOP)
-    assert "lease" in remote.wait(Failed).error.message
+    remote.fail_by_lease()
     # It has our memory mapped and may be in the middle of a copy: no time that passes makes this safe.
-    threading.Event().wait(1.0)
+    for _ in range(10):
+        remote.pass_lease()
     assert remote.kinds() == ["Failed"]
     assert remote.pair.receiver.snapshot().handoffs.quarantined == 1
     with pytest.raises(ValueError, match="still writable"):
@@ -187,13 +202,13 @@ def test_a_stopped_sender_over_shm_keeps_its_blocks_in_quarantine_until_it_canno
         remote.peer.wait_event("Drained")
 
 
-@over("shm", lease_s=0.5)
+@over("shm")
 def test_a_receiver_closes_in_time_although_a_stopped_sender_has_its_memory(
     remote: RemotePrefill, caplog: pytest.LogCaptureFixture
 ) -> None:
     remote.send_half()
     remote.peer.signal(signal.SIGSTOP)
-    remote.wait(Failed)
+    remote.fail_by_lease()
     remote.pair.receiver.close(0.5)
     assert "may still write into the pool" in caplog.text
     assert remote.kinds() == ["Failed"], "nobody may be told that the blocks are safe"
@@ -204,7 +219,7 @@ class RemoteDecode:
 
     def __init__(self, kind: str, *, num_blocks: int = NUM_BLOCKS, io_timeout_s: float = LONG_S) -> None:
         self.pair = Pair(transports=(kind,), num_blocks=num_blocks, sender={"io_timeout_s": io_timeout_s})
-        self.peer = Peer("decode", kind, num_blocks, {"lease_s": 1.0, "io_timeout_s": LONG_S})
+        self.peer = Peer("decode", kind, num_blocks, {"lease_s": LONG_S, "io_timeout_s": LONG_S})
 
     def reserve(self, num_blocks: int) -> Ticket:
         ids = list(range(num_blocks))

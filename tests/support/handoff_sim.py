@@ -2,13 +2,21 @@
 
 Nothing here has a thread: a step is one message delivered, one write begun or ended, one abort, one lost link, one jump
 of the clock. Memory is modelled as one value a page, so that a write that lands where it must not is seen at once.
+
+Payload travels in one of three ways:
+* IN_BAND (tcp; ucx looks the same from here): behind its Write, and the receiver puts it into the pool;
+* LANDED (shm): into the pool, and then the Write is sent;
+* ANNOUNCED (nixl): the Write is sent, then it lands by itself; the receiver waits for that, or until its link ends.
 """
 
 import random
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
+from kv_transfer import fingerprint
 from kv_transfer.handoff import (
     CloseLink,
     Effect,
@@ -19,7 +27,6 @@ from kv_transfer.handoff import (
     ReportFailed,
     ReportFenced,
     ReportSent,
-    Verify,
 )
 from kv_transfer.messages import Abort, Commit, Fence, Open, Renew, Write
 from kv_transfer.outbound import OutboundHandoff
@@ -34,6 +41,22 @@ NUM_BLOCKS = 12
 Page = tuple[int, int]
 
 
+class Way(Enum):
+    """How payload travels."""
+
+    IN_BAND = "in-band"
+    LANDED = "landed"
+    ANNOUNCED = "announced"
+
+
+@dataclass
+class Payload:
+    """What one Write brings: a value for each page. `landed`: it is in the pool."""
+
+    pages: dict[Page, Any]
+    landed: bool = False
+
+
 @dataclass
 class Wire:
     """One link: frames under way each way, and how far each end has come in ending it."""
@@ -41,7 +64,7 @@ class Wire:
     number: int
     to_receiver: deque[Any] = field(default_factory=deque)
     to_sender: deque[Any] = field(default_factory=deque)
-    receiving: tuple[Write, dict[Page, Any], bool] | None = None
+    receiving: tuple[Write, Payload, int] | None = None
     broken: bool = False
     sender_gone: bool = False
     receiver_failed: bool = False
@@ -55,9 +78,10 @@ class Wire:
 class HandoffSim:
     """One schedule. `run` raises AssertionError at the first thing that must not happen."""
 
-    def __init__(self, seed: int, *, one_sided: bool, faults: bool) -> None:
+    def __init__(self, seed: int, *, way: Way, faults: bool) -> None:
         self.random = random.Random(seed)
-        self.one_sided = one_sided
+        self.way = way
+        self.one_sided = way is not Way.IN_BAND
         self.faults = faults
         self.now = 0.0
         self.receiver = ReceiveTable(
@@ -76,9 +100,8 @@ class HandoffSim:
         self.received: dict[str, list[str]] = {}
         self.sent: dict[str, list[str]] = {}
         self.fenced: set[str] = set()
-        self.work: dict[int, tuple[Work, dict[Page, Any]]] = {}
+        self.work: dict[int, tuple[Work, Payload]] = {}
         self.scripts: dict[str, list[Any]] = {}
-        self.verifying: list[Verify] = []
         self.stopped = False
 
     def run(self, steps: int) -> None:
@@ -106,7 +129,6 @@ class HandoffSim:
                 if not kill:
                     self.begin_work()
                     self.end_work()
-                self.verify()
             self.move_clock(2.0, kill=kill)
             if len(self.receiver) == 0 and (kill or len(self.sender) == 0):
                 break
@@ -130,7 +152,7 @@ class HandoffSim:
     # ---- steps
 
     def step(self) -> None:
-        choices = [self.reserve_and_open] + [self.deliver] * 6 + [self.advance_script] * 4 + [self.verify] * 2
+        choices = [self.reserve_and_open] + [self.deliver] * 6 + [self.advance_script] * 4
         choices += [self.begin_work] * 3 + [self.end_work] * 3 + [self.move_clock]
         rare = [self.abort_receiver, self.abort_sender, self.break_wire, self.jump_clock, self.stop_or_go, self.forge]
         self.random.choice(rare if self.random.random() < 0.04 else choices)()
@@ -209,25 +231,26 @@ class HandoffSim:
             # The channel is closed only when the link's writer has left the peer's pool.
             wire.sender_gone = wire.number not in self.work or not self.one_sided
 
-    def take(self, queue: deque[Any]) -> tuple[Any, dict[Page, Any]]:
+    def take(self, queue: deque[Any]) -> tuple[Any, Payload]:
         draw = self.random.random() if self.faults else 0.5
         if draw < 0.03 and len(queue) > 1:
             queue.rotate(-1)
-        item = queue.popleft()
+        item: tuple[Any, Payload] = queue.popleft()
         if draw > 0.97:
             queue.append(item)
         if 0.94 < draw < 0.96 and queue:
             item = queue.popleft()  # The one before it is lost.
         return item
 
-    def handle_at_receiver(self, wire: Wire, message: Any, content: dict[Page, Any]) -> None:
+    def handle_at_receiver(self, wire: Wire, message: Any, payload: Payload) -> None:
         table, number = self.receiver, wire.number
         if isinstance(message, Write):
-            allowed, effects = table.begin_write(number, message, self.now)
+            seed, effects = table.begin_write(number, message, self.now)
             self.at_receiver(effects)
-            wire.receiving = (message, content, allowed)
+            if seed is not None:
+                wire.receiving = (message, payload, seed)
         elif isinstance(message, Open):
-            self.at_receiver(table.open(number, message, one_sided=self.one_sided, now=self.now))
+            self.at_receiver(table.open(number, message, transport="t", one_sided=self.one_sided, now=self.now))
         elif isinstance(message, Commit):
             self.at_receiver(table.commit(number, message, self.now))
         elif isinstance(message, Renew):
@@ -238,13 +261,23 @@ class HandoffSim:
             self.at_receiver(table.fence(number, message))
 
     def end_receive(self, wire: Wire) -> None:
+        """The payload is there, or (the link being broken off) will not be waited for any longer."""
         assert wire.receiving is not None
-        message, content, allowed = wire.receiving
-        wire.receiving = None
-        if allowed:
+        message, payload, seed = wire.receiving
+        landed = payload.landed
+        if self.way is Way.IN_BAND:
             landed = not (wire.broken and self.random.random() < 0.5)
-            self.land(message.handoff_id, content)
-            self.at_receiver(self.receiver.end_write(message, landed=landed, now=self.now))
+            self.land(message.handoff_id, payload)
+        if not landed and not wire.broken:
+            return
+        wire.receiving = None
+        found = self.fingerprints(message, seed) if landed else []
+        self.at_receiver(self.receiver.end_write(message, landed=landed, fingerprints=found, now=self.now))
+
+    def fingerprints(self, message: Write, seed: int) -> list[int]:
+        """Of the pages that a Write names, as they are in the pool now."""
+        layers = range(message.layer, message.layer + message.num_layers)
+        return [fingerprint_of(self.pool.get((block, layer)), seed) for block in message.block_ids for layer in layers]
 
     def begin_work(self) -> None:
         if self.stopped or not self.wires:
@@ -255,41 +288,43 @@ class HandoffSim:
         work = self.sender.next_work(wire.number, self.now)
         if work is None:
             return
-        content: dict[Page, Any] = {}
+        payload = Payload({})
         if work.run is not None:
+            handoff = work.handoff
+            seed = fingerprint.seed(handoff.handoff_id, handoff.attempt)
             for block in work.run.blocks:
                 for layer in work.run.layers:
-                    work.handoff.fingerprints[work.handoff.page_number(block, layer)] = 1
-                    target = work.handoff.block_ids[block - work.handoff.first_block]
-                    content[(target, layer)] = (work.handoff.handoff_id, block, layer)
-        self.work[wire.number] = (work, content)
+                    value = (handoff.handoff_id, block, layer)
+                    handoff.fingerprints[handoff.page_number(block, layer)] = fingerprint_of(value, seed)
+                    payload.pages[handoff.block_ids[block - handoff.first_block], layer] = value
+            if self.way is Way.ANNOUNCED:
+                self.send_write(wire, work, payload)
+        self.work[wire.number] = (work, payload)
 
     def end_work(self) -> None:
         if self.stopped or not self.work:
             return
         number = self.random.choice(list(self.work))
-        work, content = self.work.pop(number)
-        wire = self.wires[number]
+        work, payload = self.work.pop(number)
+        handoff = work.handoff
         if work.run is None:
-            checksums = (1,) * len(work.handoff.block_ids)
-            self.at_sender(self.sender.commit_built(work.handoff, checksums, b""))
+            seed = fingerprint.seed(handoff.handoff_id, handoff.attempt)
+            checksums = fingerprint.fold_blocks(handoff.fingerprints, LAYOUT.num_layers, seed)
+            self.at_sender(self.sender.commit_built(handoff, checksums, b""))
             return
-        blocks, layers = work.run.blocks, work.run.layers
-        first = blocks.start - work.handoff.first_block
-        ids = work.handoff.block_ids[first : first + len(blocks)]
-        message = Write(work.handoff.handoff_id, blocks.start, ids, layers.start, len(layers))
         if self.one_sided:
-            self.land(work.handoff.handoff_id, content)
-        elif not wire.broken:
-            wire.to_receiver.append((message, content))
-        self.at_sender(self.sender.work_done(work.handoff, [work.run], self.now))
+            self.land(handoff.handoff_id, payload)
+        if self.way is not Way.ANNOUNCED:
+            self.send_write(self.wires[number], work, payload)
+        self.at_sender(self.sender.work_done(handoff, [work.run], self.now))
 
-    def verify(self) -> None:
-        if not self.verifying:
-            return
-        task = self.verifying.pop(self.random.randrange(len(self.verifying)))
-        mismatch = "" if self.holds(task.handoff_id) else "content"
-        self.at_receiver(self.receiver.verified(task.handoff_id, digest=b"", mismatch=mismatch, now=self.now))
+    def send_write(self, wire: Wire, work: Work, payload: Payload) -> None:
+        assert work.run is not None
+        handoff, blocks, layers = work.handoff, work.run.blocks, work.run.layers
+        first = blocks.start - handoff.first_block
+        ids = handoff.block_ids[first : first + len(blocks)]
+        if not wire.broken:
+            wire.to_receiver.append((Write(handoff.handoff_id, blocks.start, ids, layers.start, len(layers)), payload))
 
     def abort_receiver(self) -> None:
         if self.places:
@@ -324,8 +359,8 @@ class HandoffSim:
         )
         before = {key: list(value) for key, value in self.received.items()}
         wire = Wire(10_000)
-        self.handle_at_receiver(wire, self.random.choice(forged), {})
-        assert wire.receiving is None or not wire.receiving[2], "a stranger may write"
+        self.handle_at_receiver(wire, self.random.choice(forged), Payload({}))
+        assert wire.receiving is None, "a stranger may write"
         assert before == self.received, "a stranger changed something"
 
     def jump_clock(self) -> None:
@@ -339,12 +374,12 @@ class HandoffSim:
 
     # ---- the world
 
-    def land(self, name: str, content: dict[Page, Any]) -> None:
+    def land(self, name: str, payload: Payload) -> None:
         """Bytes reach the pool. Never after the fence, never after the commit."""
-        if content:
-            assert name not in self.fenced, f"a write of {name} landed after its fence"
-            assert "ReportCommitted" not in self.received.get(name, []), f"a write of {name} landed after its commit"
-        self.pool.update(content)
+        assert name not in self.fenced, f"a write of {name} landed after its fence"
+        assert "ReportCommitted" not in self.received.get(name, []), f"a write of {name} landed after its commit"
+        self.pool.update(payload.pages)
+        payload.landed = True
 
     def holds(self, name: str) -> bool:
         first, ids = self.places[name]
@@ -364,11 +399,9 @@ class HandoffSim:
     def at_receiver(self, effects: list[Effect]) -> None:
         """Carry out what the decode side decided."""
         for effect in effects:
-            if isinstance(effect, Verify):
-                self.verifying.append(effect)
-            elif isinstance(effect, Post):
+            if isinstance(effect, Post):
                 if effect.link < len(self.wires) and not self.wires[effect.link].broken:
-                    self.wires[effect.link].to_sender.append((effect.message, {}))
+                    self.wires[effect.link].to_sender.append((effect.message, Payload({})))
             elif isinstance(effect, CloseLink):
                 self.wires[effect.link].break_off()
             else:
@@ -380,7 +413,7 @@ class HandoffSim:
         for effect in effects:
             if isinstance(effect, Post):
                 if not self.wires[effect.link].broken:
-                    self.wires[effect.link].to_receiver.append((effect.message, {}))
+                    self.wires[effect.link].to_receiver.append((effect.message, Payload({})))
             elif isinstance(effect, CloseLink):
                 self.wires[effect.link].break_off()
             elif isinstance(effect, ReportSent | ReportFailed | ReportDrained):
@@ -396,3 +429,8 @@ class HandoffSim:
             self.fenced.add(name)
         if kind in ("ReportCommitted", "ReportFenced"):
             self.free.extend(ids)
+
+
+def fingerprint_of(value: Any, seed: int) -> int:
+    """Of one page that holds this value."""
+    return zlib.crc32(repr(value).encode(), seed & 0xFFFFFFFF)

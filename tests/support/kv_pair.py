@@ -165,6 +165,12 @@ class Pair:
         with changed:
             assert changed.wait_for(lambda: self.receiver._table.counts().transferring == count, WAIT_S)
 
+    def wait_until_renewed(self, expires_at: float) -> None:
+        """Until the receiver holds no lease that runs out before this time of its clock."""
+        receiver = self.receiver
+        with receiver._changed:
+            assert receiver._changed.wait_for(lambda: receiver._table.next_expiry() == expires_at, WAIT_S)
+
     def send(self, ticket: Ticket, source: Sequence[int], *, within_s: float = WAIT_S) -> None:
         """Open, push layer by layer, commit."""
         self.open(ticket, source, within_s=within_s)

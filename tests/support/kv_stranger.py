@@ -3,9 +3,11 @@
 import socket
 
 from kv_transfer import handshake
+from kv_transfer.attachment import asking
 from kv_transfer.events import Committed
 from kv_transfer.identity import Identity
-from kv_transfer.messages import MAX_MESSAGE_BYTES, Message
+from kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Settled
+from kv_transfer.talk import Talk
 from kv_transfer.transport import Channel
 from kv_transfer.transport_tcp import TcpNetwork
 from kv_transfer.wire import HEADER, decode_from_receiver, encode
@@ -42,11 +44,23 @@ def still_works(pair: Pair) -> bool:
     return isinstance(received, Committed) and pair.equal(ticket, [5])
 
 
-def greeted(pair: Pair, identity: Identity | None = None) -> Channel:
+def introduced(pair: Pair, identity: Identity | None = None) -> Talk:
+    """The greeting of a stranger who knows the secret, before anything is attached."""
+    talk = Talk(TcpNetwork().connect(pair.receiver.address, TIMEOUT_S), TIMEOUT_S)
+    handshake.greet(talk, identity or pair.prefill)
+    return talk
+
+
+def greeted(pair: Pair, identity: Identity | None = None, *, transport: str = "tcp") -> Channel:
     """A link of a stranger who knows the secret, to misuse."""
-    channel = TcpNetwork().connect(pair.receiver.address, TIMEOUT_S)
-    handshake.greet(channel, identity or pair.prefill, TIMEOUT_S)
-    return channel
+    return settled(introduced(pair, identity), transport)
+
+
+def settled(talk: Talk, transport: str = "tcp") -> Channel:
+    """The same link, once it is agreed how payload travels."""
+    asking(talk, transport, b"")(b"")
+    talk.say(Settled())
+    return talk.channel
 
 
 def answer(channel: Channel) -> Message:

@@ -1,5 +1,6 @@
 """A receive table whose one hand-off, `h`, has been brought into a given state."""
 
+from kv_transfer import fingerprint
 from kv_transfer.handoff import (
     Effect,
     Failure,
@@ -15,6 +16,10 @@ FIRST = 3
 LAYERS = 2
 INCARNATION = b"life"
 SECRET = b"secret"
+
+
+PAGE_FINGERPRINTS = (11, 12, 21, 22)
+CHECKSUMS = fingerprint.fold_blocks(PAGE_FINGERPRINTS, LAYERS, fingerprint.seed("h", 2))
 
 
 def make_table(*, verify: bool = True) -> ReceiveTable:
@@ -47,7 +52,7 @@ def commit_message(**changes: object) -> Commit:
         "handoff_id": "h",
         "num_tokens": 40,
         "first_token": b"t",
-        "checksums": (1, 2),
+        "checksums": CHECKSUMS,
         "num_pages": 4,
         **changes,
     }
@@ -55,17 +60,29 @@ def commit_message(**changes: object) -> Commit:
 
 
 def do_open(table: ReceiveTable, link: int = LINK, *, one_sided: bool = False, **changes: object) -> list[Effect]:
-    return table.open(link, open_message(**changes), one_sided=one_sided, now=1.0)
+    return table.open(link, open_message(**changes), transport="t", one_sided=one_sided, now=1.0)
 
 
 def do_write(table: ReceiveTable, link: int = LINK, **changes: object) -> list[Effect]:
     message = write_message(**changes)
-    allowed, effects = table.begin_write(link, message, 2.0)
-    return [*effects, *(table.end_write(message, landed=True, now=2.5) if allowed else [])]
+    seed, effects = table.begin_write(link, message, 2.0)
+    if seed is None:
+        return effects
+    return [*effects, *table.end_write(message, landed=True, fingerprints=fingerprints_of(message), now=2.5)]
+
+
+def fingerprints_of(message: Write) -> list[int]:
+    """What the pages of this write would have, if all is right."""
+    first, layers = message.block_index - FIRST, range(message.layer, message.layer + message.num_layers)
+    return [
+        PAGE_FINGERPRINTS[block * LAYERS + layer]
+        for block in range(first, first + len(message.block_ids))
+        for layer in layers
+    ]
 
 
 def in_state(name: str, *, one_sided: bool = False) -> ReceiveTable:
-    """A table whose hand-off "h" is there. `gone`: fenced and forgotten."""
+    """A table whose hand-off "h" is there. `written`: transferring, with all its pages; `gone`: fenced, forgotten."""
     table = make_table()
     if name == "reserved":
         return table
@@ -77,11 +94,9 @@ def in_state(name: str, *, one_sided: bool = False) -> ReceiveTable:
         if name == "gone" and one_sided:
             table.fence(LINK, Fence("h"))
         return table
-    if not one_sided:
-        do_write(table)
-    table.commit(LINK, commit_message(), 3.0)
+    do_write(table)
     if name == "committed":
-        table.verified("h", digest=b"d", mismatch="", now=4.0)
+        table.commit(LINK, commit_message(), 3.0)
     return table
 
 

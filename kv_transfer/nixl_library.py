@@ -1,0 +1,69 @@
+"""NIXL's library: what has to be set before it is loaded, the loading itself, and which network devices it may use.
+
+NIXL carries a UCX of its own. UCX takes its settings from the environment, once, when it is first loaded: there is no
+other way for most of them. They are set here and nowhere else, only where the user has not, and logged. A `ucxx` in
+the same process reads the same variables; all of them are meant for both.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from kv_transfer.interfaces import UCX_SETTINGS, rdma_ports, set_unless_set, ucx_devices
+
+_PACKAGES = ("nixl_cu12", "nixl_cu13")
+
+
+@dataclass(frozen=True, slots=True)
+class NixlLibrary:
+    """The loaded library. `devices`: the network devices that its UCX may use, as in UCX_NET_DEVICES; or "all"."""
+
+    bindings: Any
+    devices: str
+
+
+def load(bind_host: str) -> NixlLibrary:
+    """Load the library, with settings for a worker that listens at `bind_host`. Raises ValueError when it is missing.
+
+    The settings of the first call in a process last: UCX does not read them again.
+    """
+    if not any(importlib.util.find_spec(package) for package in _PACKAGES):
+        raise ValueError("transport nixl needs the package nixl-cu12 or nixl-cu13: pip install 'kvferry[nixl]'")
+    set_unless_set(_settings(bind_host))
+    return NixlLibrary(_import(), os.environ.get("UCX_NET_DEVICES", "all"))
+
+
+def _settings(bind_host: str) -> dict[str, str]:
+    settings = dict(UCX_SETTINGS)
+    if not rdma_ports():
+        # The verbs modules find no device; but where libibverbs is installed they crash the process at its exit.
+        settings["UCX_MODULES"] = "^ib"
+    devices = ucx_devices(bind_host)
+    if devices is not None:
+        settings["UCX_NET_DEVICES"] = devices
+    return settings
+
+
+def _import() -> Any:
+    """The bindings of the first package that loads. Raises ValueError."""
+    raising = logging.raiseExceptions
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            continue
+        try:
+            bindings = importlib.import_module(f"{package}._bindings")
+        except ImportError as error:
+            raise ValueError(f"transport nixl: {package} is installed but does not load: {error}") from error
+        finally:
+            # The package takes over logging for itself, to stdout, and silences errors of everybody's handlers.
+            logging.raiseExceptions = raising
+            logger = logging.getLogger("nixl")
+            logger.handlers.clear()
+            logger.propagate = True
+            if "NIXL_LOG_LEVEL" not in os.environ:
+                logger.setLevel(logging.WARNING)
+        return bindings
+    raise ValueError("transport nixl needs the package nixl-cu12 or nixl-cu13: pip install 'kvferry[nixl]'")
