@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -103,6 +103,19 @@ def take_pairs(treatment: Callable[[], float], baseline: Callable[[], float], nu
         raise ValueError(f"{num_pairs} pairs are too few; the least is {MIN_PAIRS}")
     # The elements of a call are evaluated left to right: A B A B.
     return [Pair(treatment(), baseline()) for _ in range(num_pairs)]
+
+
+def take_rounds(samples: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
+    """As `take_pairs` for several ways at once: one sample of each in every round, in this order; those of one round
+    make pairs. Raises ValueError for fewer than MIN_PAIRS rounds.
+    """
+    if num_rounds < MIN_PAIRS:
+        raise ValueError(f"{num_rounds} rounds are too few; the least is {MIN_PAIRS}")
+    taken: dict[str, list[float]] = {name: [] for name in samples}
+    for _ in range(num_rounds):
+        for name, sample in samples.items():
+            taken[name].append(sample())
+    return taken
 
 
 def pair_ratio(pair: Pair, better: Better) -> float:

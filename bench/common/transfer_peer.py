@@ -1,8 +1,9 @@
-"""The receiving process of bench/kv_transfer.py: one pool, and every way of filling it that is compared.
+"""The receiving process of the transfer benchmarks: one pool, and every way of filling it that is compared.
 
-* a `HandoffReceiver`, over shm or tcp as the sender likes, checksums on;
+* a `HandoffReceiver`, over any transport that the sender likes, checksums on;
 * a raw TCP socket: one start byte, the bytes of the blocks, one byte back when all have landed in the pool;
-* a naive gRPC service: one unary call with the bytes of all blocks, copied into the pool.
+* a naive gRPC service: one unary call with the bytes of all blocks, copied into the pool;
+* the libraries behind some transports, used plainly (plain_libraries.py).
 
 The sending process starts it with `receiving_peer` and tells it through a pipe which blocks are the destination.
 """
@@ -23,9 +24,12 @@ import grpc
 import numpy as np
 import xxhash
 
+from bench.common.plain_libraries import PlainEnd, Run, plain_end
 from kv_cache.layout import KVCacheLayout
+from kv_transfer import fingerprint
 from kv_transfer.events import Committed, ReceiveEvent
 from kv_transfer.identity import Identity
+from kv_transfer.network import build_network
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.region import MemoryRegion
 from kvferry_rpc.internal_pb2 import Ticket
@@ -39,6 +43,7 @@ START = memoryview(b"\1")
 MAX_VECTORS = 512
 LEASE_S = 60.0
 SECRET = b"benchmark"
+_PAGES = fingerprint.pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class Setup:
 
     layout: KVCacheLayout
     num_blocks: int
+    transports: tuple[str, ...] = ("shm", "tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,13 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """Fingerprint what lands, or do without. Answer: None."""
+
+    enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Erase:
     """Overwrite the destination with zeros. Answer: None."""
 
@@ -77,6 +90,32 @@ class Erase:
 @dataclass(frozen=True, slots=True)
 class Digest:
     """Answer: `content_digest` of the destination."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Make an end of the plain use of a library, and let it meet the sender's. Answer: its greeting."""
+
+    library: str
+    greeting: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Where its bytes land from now on. Answer: None."""
+
+    library: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Receive one transfer by it. Answer, as soon as the sender may begin: None."""
+
+    library: str
+
+
+Command = Meet | Expect | Take | Use | Reserve | Check | Erase | Digest
 
 
 class Peer:
@@ -95,6 +134,10 @@ class Peer:
         data, took_s = self._ask(Reserve())
         return Ticket.FromString(data), took_s
 
+    def check(self, enabled: bool) -> None:
+        """Let it fingerprint what lands, or do without: `set_fingerprints` there."""
+        self._ask(Check(enabled))
+
     def erase(self) -> None:
         """Overwrite the destination."""
         self._ask(Erase())
@@ -104,7 +147,20 @@ class Peer:
         answer: bytes = self._ask(Digest())
         return answer
 
-    def _ask(self, command: Use | Reserve | Erase | Digest) -> Any:
+    def meet(self, library: str, greeting: bytes) -> bytes:
+        """Greetings of the two ends of the plain use of a library."""
+        answer: bytes = self._ask(Meet(library, greeting))
+        return answer
+
+    def expect(self, library: str, runs: Sequence[Run]) -> None:
+        """Tell it where bytes are to land."""
+        self._ask(Expect(library, tuple(runs)))
+
+    def take(self, library: str) -> None:
+        """Let it receive once; on return the sender may begin."""
+        self._ask(Take(library))
+
+    def _ask(self, command: Command) -> Any:
         self._connection.send(command)
         if not self._connection.poll(WAIT_S):
             raise TimeoutError(f"the receiving process did not answer {command} in {WAIT_S:g} s")
@@ -129,6 +185,15 @@ def receiving_peer(setup: Setup) -> Iterator[Peer]:
         if process.is_alive():
             process.kill()
             process.join()
+
+
+def set_fingerprints(enabled: bool) -> None:
+    """Whether hand-offs of this process fingerprint their pages. Without, every fingerprint is 0, here and there."""
+    fingerprint.pages = _PAGES if enabled else _no_pages
+
+
+def _no_pages(views: Sequence[memoryview], page_bytes: int, seeds: Sequence[int]) -> list[int]:
+    return [0] * len(seeds)
 
 
 def content_digest(parts: Sequence[memoryview]) -> bytes:
@@ -162,12 +227,21 @@ def as_arrays(parts: Sequence[memoryview]) -> list["np.ndarray[tuple[int], np.dt
 class _Receiver:
     def __init__(self, setup: Setup, region: MemoryRegion) -> None:
         self._layout = setup.layout
+        self._region = region
         self._pool = region.buffer
+        self._plain: dict[str, PlainEnd] = {}
         self._ids: tuple[int, ...] = ()
         self._targets: list[memoryview] = []
         identity = Identity("bench-decode", b"d" * 16, SECRET, setup.layout, region)
+        self._network = build_network(setup.transports, HOST)
         self._handoffs = HandoffReceiver(
-            identity, bind_host=HOST, clock=SystemClock(), lease_s=LEASE_S, on_event=self._on_event
+            identity,
+            bind_host=HOST,
+            transports=setup.transports,
+            network=self._network,
+            clock=SystemClock(),
+            lease_s=LEASE_S,
+            on_event=self._on_event,
         )
         self._handoffs.start()
         self._grpc = grpc.server(ThreadPoolExecutor(1), options=UNBOUNDED)
@@ -178,7 +252,7 @@ class _Receiver:
         threading.Thread(target=self._serve_raw, name="raw", daemon=True).start()
         self.addresses = Addresses(self._listener.getsockname()[1], grpc_port)
 
-    def answer(self, command: Use | Reserve | Erase | Digest) -> Any:
+    def answer(self, command: Command) -> Any:
         if isinstance(command, Use):
             self._ids = command.block_ids
             self._targets = block_views(self._pool, self._layout, self._ids)
@@ -188,15 +262,39 @@ class _Receiver:
             num_tokens = len(self._ids) * self._layout.block_size
             data = self._handoffs.reserve("bench", 1, 0, self._ids, num_tokens).SerializeToString()
             return data, time.perf_counter() - began
+        if isinstance(command, Check):
+            set_fingerprints(command.enabled)
+            return None
         if isinstance(command, Erase):
             erase(self._targets)
             return None
+        if isinstance(command, Meet | Expect | Take):
+            return self._answer_plain(command)
         return content_digest(self._targets)
 
+    def follow_up(self, command: Command) -> None:
+        """What is left to do when the answer is on its way."""
+        if isinstance(command, Take):
+            self._plain[command.library].take()
+
     def close(self) -> None:
+        for end in self._plain.values():
+            end.close()
         self._handoffs.close(5.0)
+        self._network.close()
         self._grpc.stop(None).wait(5.0)
         self._listener.close()
+
+    def _answer_plain(self, command: Meet | Expect | Take) -> bytes | None:
+        if isinstance(command, Meet):
+            end = self._plain[command.library] = plain_end(command.library, self._region, HOST)
+            end.meet(command.greeting)
+            return end.greeting()
+        if isinstance(command, Expect):
+            self._plain[command.library].expect(command.runs)
+        else:
+            self._plain[command.library].ready()
+        return None
 
     def _on_event(self, event: ReceiveEvent) -> None:
         if isinstance(event, Committed):
@@ -237,7 +335,9 @@ def _serve(connection: "Connection[Any, Any]", setup: Setup) -> None:
     connection.send(receiver.addresses)
     try:
         while True:
-            connection.send(receiver.answer(connection.recv()))
+            command = connection.recv()
+            connection.send(receiver.answer(command))
+            receiver.follow_up(command)
     except (EOFError, OSError):
         receiver.close()
 
