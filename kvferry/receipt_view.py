@@ -35,9 +35,14 @@ def receipt_rows(receipt: KVReceipt) -> list[tuple[str, str]]:
         ("decode_worker", receipt.decode_worker),
         ("plan_reason", receipt.plan_reason),
         ("transport", receipt.transport),
+        ("transport_detail", receipt.transport_detail or "none"),
+        ("expected_transport", _expected(receipt)),
+        ("conversion", receipt.conversion or "none"),
         ("prompt_tokens", str(receipt.prompt_tokens)),
         ("prefill_cached_tokens", str(receipt.prefill_cached_tokens)),
         ("decode_cached_tokens", str(receipt.decode_cached_tokens)),
+        ("pulled_tokens", str(receipt.pulled_tokens)),
+        ("pull_ms", f"{receipt.pull_ms:.1f}"),
         ("tokens_recomputed", str(receipt.tokens_recomputed)),
         ("preempted_tokens", str(receipt.preempted_tokens)),
         ("blocks_sent", str(receipt.blocks_sent)),
@@ -46,15 +51,15 @@ def receipt_rows(receipt: KVReceipt) -> list[tuple[str, str]]:
         ("queue_ms", f"{receipt.queue_ms:.1f}"),
         ("prefill_ms", f"{receipt.prefill_ms:.1f}"),
         ("transfer_ms", f"{receipt.transfer_ms:.1f}"),
-        ("exposed_transfer_ms", f"{receipt.exposed_transfer_ms:.1f}{_hidden_share(receipt)}"),
+        ("exposed_transfer_ms", f"{receipt.exposed_transfer_ms:.1f}"),
+        ("hidden_share", f"{receipt.hidden_share:.0%} of the transfer ran behind prefill"),
         ("commit_ms", f"{receipt.commit_ms:.1f}"),
         ("decode_ms", f"{receipt.decode_ms:.1f}"),
     ]
     return rows + [("earlier_failure", failure) for failure in receipt.earlier_failures]
 
 
-def _hidden_share(receipt: KVReceipt) -> str:
-    if receipt.transfer_ms <= 0:
-        return ""
-    hidden = 1 - min(receipt.exposed_transfer_ms / receipt.transfer_ms, 1.0)
-    return f" ({hidden:.0%} of the transfer hidden behind prefill)"
+def _expected(receipt: KVReceipt) -> str:
+    if receipt.expected_transport in ("", receipt.transport):
+        return receipt.expected_transport or "none"
+    return f"{receipt.expected_transport} (BUT {receipt.transport} WAS USED)"

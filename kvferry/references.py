@@ -31,6 +31,14 @@ SAMPLED_TEMPERATURE = 0.8
 SAMPLED_TOP_P = 0.95
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceAnswer:
+    """Token ids, and the log probability of each under the model's own distribution; none when they are not known."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 def run_in_process(function: Callable[..., _Result], *args: Any) -> "Future[_Result]":
     """Call a module-level function in a fresh process; its exceptions come back through the future."""
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
@@ -39,8 +47,8 @@ def run_in_process(function: Callable[..., _Result], *args: Any) -> "Future[_Res
     return future
 
 
-def one_process(model: str, cache_dir: Path, cases: Sequence[ReferenceCase]) -> list[list[int]]:
-    """Tokens that this engine generates without any cluster, each prompt alone in the pool and nothing cached."""
+def one_process(model: str, cache_dir: Path, cases: Sequence[ReferenceCase]) -> list[ReferenceAnswer]:
+    """What this engine generates without any cluster, each prompt alone in the pool and nothing cached."""
     from engine.build import build_engine, plan_engine
     from engine.options import EngineOptions
     from engine.sequence import SamplingParams, Sequence
@@ -58,6 +66,7 @@ def one_process(model: str, cache_dir: Path, cases: Sequence[ReferenceCase]) -> 
             temperature=0.0 if case.seed is None else SAMPLED_TEMPERATURE,
             top_p=1.0 if case.seed is None else SAMPLED_TOP_P,
             seed=case.seed or 0,
+            num_logprobs=0,
         )
         sequence = Sequence(
             f"reference/{number}",
@@ -68,14 +77,16 @@ def one_process(model: str, cache_dir: Path, cases: Sequence[ReferenceCase]) -> 
             cache_salt=number.to_bytes(4, "big"),  # nothing of one prompt is found by the next
         )
         engine.add(sequence)
+        logprobs: list[float] = []
         while engine.has_work:
             schedule = engine.schedule()
-            engine.publish(schedule, engine.run(schedule))
-        answers.append(list(sequence.output_token_ids))
+            outputs = engine.publish(schedule, engine.run(schedule))
+            logprobs += [output.sample.logprob or 0.0 for output in outputs if output.sample is not None]
+        answers.append(ReferenceAnswer(list(sequence.output_token_ids), logprobs))
     return answers
 
 
-def transformers_greedy(model: str, cases: Sequence[ReferenceCase]) -> list[list[int]]:
+def transformers_greedy(model: str, cases: Sequence[ReferenceCase]) -> list[ReferenceAnswer]:
     """Tokens of `transformers.generate` in fp32, greedy. Reads the original checkpoint, not the prepared one: a wrong
     conversion would show. Raises KvferryError for an unknown model, or UNAVAILABLE when a package is missing."""
     from engine.model_source import SourceKind, resolve_source
@@ -110,5 +121,5 @@ def transformers_greedy(model: str, cases: Sequence[ReferenceCase]) -> list[list
                 max_new_tokens=case.max_tokens,
                 pad_token_id=0,
             )
-            answers.append(output[0, prompt.shape[1] :].tolist())
+            answers.append(ReferenceAnswer(output[0, prompt.shape[1] :].tolist(), []))
     return answers

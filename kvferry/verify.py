@@ -2,9 +2,10 @@
 
 1. Prompts are read and tokenised as the router does.
 2. The two references run, once, each in a process of its own.
-3. For each variant of the cluster (block size, transport, chunking, a pool small enough to preempt) and each way of
-   sampling, a fresh cluster answers all prompts twice: with a cold and with a warm prefix cache.
-4. Every answer is compared with its reference, and every receipt must prove its hand-off.
+3. For each variant of the cluster (block sizes, transport, chunking, a pool small enough to preempt, fewer bits on the
+   wire) and each way of sampling, a fresh cluster answers all prompts twice: with a cold and with a warm prefix cache.
+4. Every answer is compared with its reference, and every receipt must prove its hand-off. Where the wire loses bits the
+   text may differ: then the share of equal tokens and the error of their log probabilities are the result.
 """
 
 import asyncio
@@ -12,13 +13,16 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
+from kv_transfer.options import WireDtype
 from kvferry.cluster_spec import ClusterSpec
 from kvferry.launcher import ClusterEvent, LocalCluster
 from kvferry.references import (
     SAMPLED_TEMPERATURE,
     SAMPLED_TOP_P,
+    ReferenceAnswer,
     ReferenceCase,
     one_process,
     run_in_process,
@@ -31,11 +35,13 @@ from runtime.grpc_life import channel
 
 _REQUEST_TIMEOUT_S = 600.0
 _FIRST_SEED = 1234
+_LIBRARIES = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One shape of the cluster. `num_blocks` None = a pool in which everything fits."""
+    """One shape of the cluster. `num_blocks` None = a pool in which everything fits; `decode_block_size` None = that of
+    the prefill worker; `wire_dtype` "" = the KV travels as it is."""
 
     name: str
     transport: str
@@ -43,6 +49,8 @@ class Variant:
     token_budget: int = 512
     num_blocks: int | None = None
     must_preempt: bool = False
+    decode_block_size: int | None = None
+    wire_dtype: WireDtype = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +77,20 @@ class Row:
     equal: int = 0
     total: int = 0
     notes: list[str] = field(default_factory=list)
+    lossy: bool = False
+    equal_token_share: float = 1.0
+    logprob_error_mean: float | None = None
+    logprob_error_max: float | None = None
 
     @property
     def good(self) -> bool:
-        """Whether every answer was equal and every receipt proved its hand-off."""
-        return self.equal == self.total and not self.notes
+        """Whether every answer that must be equal was, and every receipt proved its hand-off."""
+        return (self.lossy or self.equal == self.total) and not self.notes
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    tokens: list[int]
+    given: ReferenceAnswer
     receipt: common_pb2.KVReceipt
 
 
@@ -103,17 +115,24 @@ def prompt_lengths(options: VerifyOptions) -> list[int]:
 
 
 def standard_variants(prompt_tokens: Sequence[int], max_tokens: int) -> tuple[Variant, ...]:
-    """Both block sizes over both transports, small chunks, and a pool that cannot hold what runs at once."""
+    """Block sizes, equal and unequal, over the transports that are installed; small chunks; a pool that cannot hold
+    what runs at once; and fewer bits on the wire."""
     # The longest prompt must fit alone, and two running sequences together with it must not.
     longest = max(prompt_tokens) + max_tokens
     tight = -(-longest // 16) + 1
+    installed = [name for name, module in _LIBRARIES.items() if any(find_spec(candidate) for candidate in module)]
     return (
         Variant("block 16, shm", "shm"),
         Variant("block 32, shm", "shm", block_size=32),
         Variant("block 16, tcp", "tcp"),
         Variant("block 32, tcp", "tcp", block_size=32),
+        *(Variant(f"block 16, {name}", name) for name in installed),
+        Variant("block 16 to 32, shm", "shm", decode_block_size=32),
+        Variant("block 32 to 16, tcp", "tcp", block_size=32, decode_block_size=16),
         Variant("chunks of 64, shm", "shm", token_budget=64),
         Variant("small pool, shm", "shm", num_blocks=tight, must_preempt=True),
+        Variant("int8 on the wire, tcp", "tcp", wire_dtype="int8"),
+        Variant("fp8 on the wire, tcp", "tcp", wire_dtype="fp8_e4m3"),
     )
 
 
@@ -125,7 +144,7 @@ async def verify(options: VerifyOptions, variants: Sequence[Variant], say: Calla
     sampled = [ReferenceCase(ids, options.max_tokens, _FIRST_SEED + i) for i, ids in enumerate(prompts)]
     say(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens; references run first")
     alone = run_in_process(one_process, str(options.model_dir), options.cache_dir, [*greedy, *sampled])
-    references: dict[str, list[list[int]]] = {}
+    references: dict[str, list[ReferenceAnswer]] = {}
     if options.with_transformers:
         library = run_in_process(transformers_greedy, options.model, greedy)
         references["transformers"] = await asyncio.wrap_future(library)
@@ -146,7 +165,7 @@ async def _verify_variant(
     variant: Variant,
     greedy: Sequence[ReferenceCase],
     sampled: Sequence[ReferenceCase],
-    references: dict[str, list[list[int]]],
+    references: dict[str, list[ReferenceAnswer]],
     say: Callable[[str], None],
 ) -> AsyncIterator[Row]:
     preempted = 0
@@ -164,7 +183,8 @@ async def _verify_variant(
                     names.insert(0, "transformers")
                 for name in names:
                     row = Row(variant.name, sampling, cache, name.removesuffix(", sampled"), notes=list(notes))
-                    yield _compare(row, [answer.tokens for answer in answers], references[name])
+                    row.lossy = bool(variant.wire_dtype)
+                    yield _compare(row, [answer.given for answer in answers], references[name])
 
 
 @asynccontextmanager
@@ -173,8 +193,10 @@ async def _cluster(options: VerifyOptions, variant: Variant, say: Callable[[str]
     spec = ClusterSpec(
         model_dir=options.model_dir,
         served_model_name="verified",
-        transport=variant.transport,
+        transports=(variant.transport,),
         block_size=variant.block_size,
+        decode_block_size=variant.decode_block_size,
+        kv_wire_dtype=variant.wire_dtype,
         token_budget=variant.token_budget,
         num_blocks=variant.num_blocks,
         restart=False,
@@ -210,7 +232,7 @@ async def _ask_all(address: str, options: VerifyOptions, cases: Sequence[Referen
 
 
 async def _ask(stub: "public_pb2_grpc.KvferryAsyncStub", text: str, case: ReferenceCase) -> _Answer:
-    sampling = common_pb2.SamplingParams(max_tokens=case.max_tokens, temperature=0.0)
+    sampling = common_pb2.SamplingParams(max_tokens=case.max_tokens, temperature=0.0, num_logprobs=0)
     if case.seed is not None:
         sampling.temperature = SAMPLED_TEMPERATURE
         sampling.top_p = SAMPLED_TOP_P
@@ -218,13 +240,14 @@ async def _ask(stub: "public_pb2_grpc.KvferryAsyncStub", text: str, case: Refere
     request = public_pb2.GenerateRequest(
         model="verified", text=text, sampling=sampling, has_seed=case.seed is not None, with_receipt=True
     )
-    tokens: list[int] = []
+    given = ReferenceAnswer([], [])
     receipt = common_pb2.KVReceipt()
     async for message in stub.Generate(request, timeout=_REQUEST_TIMEOUT_S):
-        tokens.extend(token.token_id for token in message.tokens)
+        given.token_ids.extend(token.token_id for token in message.tokens)
+        given.logprobs.extend(token.logprob for token in message.tokens)
         if message.HasField("finish"):
             receipt = message.finish.receipt
-    return _Answer(tokens, receipt)
+    return _Answer(given, receipt)
 
 
 def _check_receipts(answers: Sequence[_Answer], variant: Variant) -> list[str]:
@@ -245,7 +268,18 @@ def _real_failures(receipt: common_pb2.KVReceipt) -> list[str]:
     return [line for line in receipt.earlier_failures if ": overloaded: " not in line]
 
 
-def _compare(row: Row, answers: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> Row:
+def _compare(row: Row, answers: Sequence[ReferenceAnswer], reference: Sequence[ReferenceAnswer]) -> Row:
+    """Fill in the counts. A token is equal when it and all before it are; errors are of those, where both are known."""
     row.total = len(reference)
-    row.equal = sum(list(a) == list(b) for a, b in zip(answers, reference, strict=True))
+    row.equal = sum(a.token_ids == b.token_ids for a, b in zip(answers, reference, strict=True))
+    equal_tokens, errors = 0, []
+    for answer, other in zip(answers, reference, strict=True):
+        pairs = zip(answer.token_ids, other.token_ids, strict=False)
+        common = next((index for index, (a, b) in enumerate(pairs) if a != b), len(answer.token_ids))
+        equal_tokens += min(common, len(other.token_ids))
+        known = zip(answer.logprobs[:common], other.logprobs[:common], strict=False)
+        errors += [abs(a - b) for a, b in known]
+    row.equal_token_share = equal_tokens / max(1, sum(len(other.token_ids) for other in reference))
+    if errors:
+        row.logprob_error_mean, row.logprob_error_max = sum(errors) / len(errors), max(errors)
     return row

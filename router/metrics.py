@@ -1,5 +1,6 @@
 """What the router counts. One registry, bounded labels, and each request counted once, where its token stream ends."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kv_transfer.choice import degraded
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
 from router.admission import Admission, RoomQueue
 from router.policy import Health
@@ -27,8 +29,11 @@ _REJECTIONS = frozenset(
     }
 )
 _TRANSPORTS = frozenset({"shm", "tcp", "memory", "ucx", "nixl", LOCAL_TRANSPORT})
+_MAX_WARNED = 1024
 _OUTCOMES = ("ok", "cancelled", "rejected", "failed")
 _DOOR_OUTCOMES = {ErrorCode.CANCELLED: "cancelled", ErrorCode.INTERNAL: "failed"}
+
+_log = logging.getLogger(__name__)
 
 
 class RequestMeter:
@@ -85,6 +90,11 @@ class RouterMetrics:
             "kvferry_handoffs", "Attempts that placed a prompt's KV, by transport and outcome; `local` moved nothing.",
             ["transport", "outcome"], registry=registry,
         )  # fmt: skip
+        self.degraded = Counter(
+            "kvferry_handoffs_degraded", "Hand-offs over a worse transport than both workers should have managed.",
+            ["expected", "used"], registry=registry,
+        )  # fmt: skip
+        self._warned: set[tuple[str, ...]] = set()
         self.bytes_moved = Counter(
             "kvferry_handoff_bytes", "KV payload moved, as receipts say.", ["transport"], registry=registry
         )
@@ -124,9 +134,22 @@ class RouterMetrics:
 
     def handoff_committed(self, receipt: KVReceipt) -> None:
         """An attempt placed its KV and finished."""
-        transport = receipt.transport if receipt.transport in _TRANSPORTS else "other"
+        transport = _transport_label(receipt.transport)
         self.handoffs.labels(transport, "committed").inc()
         self.bytes_moved.labels(transport).inc(receipt.bytes_sent)
+        if degraded(receipt.transport, receipt.expected_transport):
+            self.degraded.labels(_transport_label(receipt.expected_transport), transport).inc()
+            self._warn_degraded(receipt)
+
+    def _warn_degraded(self, receipt: KVReceipt) -> None:
+        """Once for each pair of workers and of transports."""
+        case = (receipt.prefill_worker, receipt.decode_worker, receipt.expected_transport, receipt.transport)
+        if case in self._warned:
+            return
+        if len(self._warned) >= _MAX_WARNED:
+            self._warned.clear()
+        self._warned.add(case)
+        _log.warning("KV goes from %s to %s not over %s, as expected, but over %s; the sender's log says why", *case)
 
     def handoff_failed(self) -> None:
         """An attempt with a remote prefill failed; the transport is not known to the router then."""
@@ -155,12 +178,17 @@ class _WorkerCollector(Collector):
         requests = GaugeMetricFamily(
             "kvferry_worker_requests_in_flight", "Requests of this router on a worker.", labels=["worker"]
         )
+        refused = GaugeMetricFamily(
+            "kvferry_worker_tickets_refused", "Uses of tickets that a worker has refused in its life.", labels=["worker"]
+        )
         for view in views:
             for state, value in _blocks(view).items():
                 blocks.add_metric([view.worker_id, state], value)
             requests.add_metric([view.worker_id], view.requests_in_flight)
+            refused.add_metric([view.worker_id], view.load.tickets_refused)
         yield blocks
         yield requests
+        yield refused
 
 
 def _blocks(view: WorkerView) -> dict[str, int]:
@@ -171,6 +199,10 @@ def _blocks(view: WorkerView) -> dict[str, int]:
         "used": load.blocks_used,
         "quarantined": load.blocks_quarantined,
     }
+
+
+def _transport_label(name: str) -> str:
+    return name if name in _TRANSPORTS else "other"
 
 
 def _outcome(error: KvferryError) -> str:

@@ -6,10 +6,12 @@ import asyncio
 from contextlib import aclosing
 from pathlib import Path
 
+from kv_transfer.options import TRANSPORTS
 from kvferry.client import AsyncClient, chat_request
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
 from kvferry.commands.base import Command, absolute_path
 from kvferry.commands.generation import Answer, answer_dict
+from kvferry.commands.transfer import add_transfer_arguments, transfer_fields
 from kvferry.commands.up import ProgressLines, show_event
 from kvferry.console import Console
 from kvferry.launcher import LocalCluster
@@ -29,6 +31,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s."
     )
+    add_transfer_arguments(parser)
 
 
 def _run(arguments: argparse.Namespace, console: Console) -> int:
@@ -48,7 +51,11 @@ async def run_demo(
     model = await prepare_model(arguments.model, arguments.cache_dir, progress.show, command=prepare_command)
     # Strict: however the router would weigh one short prompt, the demo shows it moving.
     spec = ClusterSpec(
-        model_dir=model.path, served_model_name=model.name, strict_handoff=True, commands=commands or RoleCommands()
+        model_dir=model.path,
+        served_model_name=model.name,
+        strict_handoff=True,
+        commands=commands or RoleCommands(),
+        **transfer_fields(arguments),
     )
     run_dir = RunDir.create(root=run_root) if run_root else RunDir.create()
     cluster = LocalCluster(spec, run_dir, lambda event: show_event(event, console))
@@ -108,8 +115,8 @@ def receipt_problems(receipt: KVReceipt) -> list[str]:
         problems.append(f"{receipt.tokens_recomputed} prompt tokens were computed again on the decode worker")
     if not receipt.checksum_verified:
         problems.append("the checksums of the blocks were not verified")
-    if receipt.transport not in ("shm", "tcp"):
-        problems.append(f"the blocks moved over {receipt.transport or 'nothing'!r}, not over shm or tcp")
+    if receipt.transport not in TRANSPORTS:
+        problems.append(f"the blocks moved over {receipt.transport or 'nothing'!r}, not over {', '.join(TRANSPORTS)}")
     return problems
 
 

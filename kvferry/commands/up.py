@@ -6,8 +6,9 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
-from kvferry.cluster_spec import TRANSPORTS, ClusterSpec, RoleCommands
+from kvferry.cluster_spec import ClusterSpec, RoleCommands
 from kvferry.commands.base import Command, absolute_path
+from kvferry.commands.transfer import add_transfer_arguments, transfer_fields
 from kvferry.console import Console
 from kvferry.launcher import ClusterEvent, LocalCluster
 from kvferry.model_prep import DEFAULT_CACHE_DIR, PREPARE_COMMAND, prepare_model
@@ -30,12 +31,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--token-budget", type=int, help="Most tokens a worker computes in one step.")
     parser.add_argument("--max-num-seqs", type=int, help="Most sequences a worker computes in one step.")
-    parser.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        default="auto",
-        help="How KV moves; auto: shm, or tcp where shm does not reach. Default: %(default)s.",
-    )
+    add_transfer_arguments(parser)
     parser.add_argument("--strict-handoff", action="store_true", help="Fail a request whose prompt is not computed by a prefill worker.")  # fmt: skip # noqa: E501
     parser.add_argument("--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s.")  # fmt: skip # noqa: E501
     parser.add_argument(
@@ -156,7 +152,6 @@ class _Up:
             host=arguments.host,
             http_port=arguments.http_port,
             grpc_port=arguments.grpc_port,
-            transport=arguments.transport,
             block_size=arguments.block_size,
             num_blocks=arguments.num_blocks,
             token_budget=arguments.token_budget,
@@ -167,6 +162,7 @@ class _Up:
             start_timeout_s=arguments.start_timeout,
             drain_timeout_s=arguments.drain_timeout,
             commands=self._commands,
+            **transfer_fields(arguments),
         )
 
 

@@ -32,7 +32,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 async def _verify(arguments: argparse.Namespace, console: Console) -> int:
-    """Returns 0 when every answer of every variant was equal and every receipt proved its hand-off."""
+    """Returns 0 when every answer that must be equal was, and every receipt proved its hand-off."""
     texts = _prompts(arguments.prompts, arguments.limit)
     model = await prepare_model(arguments.model, arguments.cache_dir, ProgressLines(console).show)
     options = VerifyOptions(
@@ -52,7 +52,9 @@ async def _verify(arguments: argparse.Namespace, console: Console) -> int:
         console.complain("  ".join(_cells(row)))
     console.table([_HEADER, *map(_cells, rows)])
     good = all(row.good for row in rows)
-    console.say(f"\n{'all equal' if good else 'NOT all equal'}: {len(texts)} prompts, {len(rows)} comparisons")
+    console.say(
+        f"\n{'all equal that must be' if good else 'NOT all equal'}: {len(texts)} prompts, {len(rows)} comparisons"
+    )
     return 0 if good else 1
 
 
@@ -74,8 +76,18 @@ def _chosen(variants: tuple[Variant, ...], wanted: list[str] | None) -> tuple[Va
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    verdict = "; ".join(row.notes) if row.notes else ("" if row.equal == row.total else "DIFFERENT")
-    return (row.variant, row.sampling, row.cache, row.reference, f"{row.equal}/{row.total}", verdict)
+    return (row.variant, row.sampling, row.cache, row.reference, f"{row.equal}/{row.total}", _verdict(row))
+
+
+def _verdict(row: Row) -> str:
+    parts = list(row.notes)
+    if row.lossy:
+        parts.append(f"{row.equal_token_share:.1%} of the tokens equal")
+        if row.logprob_error_mean is not None:
+            parts.append(f"log-probability error mean {row.logprob_error_mean:.2g}, max {row.logprob_error_max:.2g}")
+    elif row.equal != row.total:
+        parts.append("DIFFERENT")
+    return "; ".join(parts)
 
 
 COMMAND = Command("verify", "Compare the cluster's text with one process's and transformers'.", _add_arguments, _run)

@@ -3,7 +3,10 @@ from typing import Any
 
 import pytest
 
+from decode_worker.config import DecodeConfig
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
+from prefill_worker.config import PrefillConfig
+from runtime.config import parse_config
 
 COMMANDS = RoleCommands(router=("r",), prefill=("p",), decode=("d",))
 
@@ -13,7 +16,7 @@ def _spec(**values: Any) -> ClusterSpec:
 
 
 def test_a_worker_gets_the_flags_that_were_set_and_no_others() -> None:
-    argv = _spec(num_blocks=64, transport="tcp").worker_argv("decode-1", Path("/s"), "127.0.0.1:9")
+    argv = _spec(num_blocks=64, transports=("tcp",)).worker_argv("decode-1", Path("/s"), "127.0.0.1:9")
     assert argv[0] == "d"
     assert {
         "--model=/m",
@@ -34,6 +37,35 @@ def test_automatic_transport_leaves_the_choice_to_the_worker() -> None:
     argv = _spec().worker_argv("prefill-0", Path("/s"), "a:1")
     assert argv[0] == "p"
     assert not any(flag.startswith("--transports") for flag in argv)
+
+
+def test_each_role_gets_its_own_block_size_and_only_the_sender_the_wire_dtype() -> None:
+    spec = _spec(block_size=32, decode_block_size=64, kv_wire_dtype="int8", max_backlog_mb=8, lease_s=3.5)
+    prefill = set(spec.worker_argv("prefill-0", Path("/s"), "a:1"))
+    decode = set(spec.worker_argv("decode-0", Path("/s"), "a:1"))
+    both = {"--max-backlog-mb=8", "--lease-s=3.5"}
+    assert {"--block-size=32", "--kv-wire-dtype=int8", *both} <= prefill
+    assert {"--block-size=64", *both} <= decode
+    assert not any(flag.startswith("--kv-wire-dtype") for flag in decode)
+
+
+def test_transports_allowed_and_forbidden_reach_the_workers() -> None:
+    spec = _spec(transports=("ucx", "tcp"), forbid_transports=("shm",))
+    for worker_id in ("prefill-0", "decode-0"):
+        assert {"--transports=ucx,tcp", "--forbid-transports=shm"} <= set(
+            spec.worker_argv(worker_id, Path("/s"), "a:1")
+        )
+
+
+@pytest.mark.parametrize(("worker_id", "config"), [("prefill-0", PrefillConfig), ("decode-0", DecodeConfig)])
+def test_a_worker_understands_every_flag_it_is_given(worker_id: str, config: Any) -> None:
+    spec = _spec(
+        transports=("tcp",), forbid_transports=("shm",), kv_wire_dtype="int8", max_backlog_mb=8, lease_s=3.5,
+        prefill_block_size=8, decode_block_size=8, num_blocks=9, token_budget=64, max_num_seqs=2,
+    )  # fmt: skip
+    parsed = parse_config(config, list(spec.worker_argv(worker_id, Path("/s"), "a:1")[1:]))
+    assert parsed.transports == ("tcp",)
+    assert parsed.block_size == 8
 
 
 def test_the_router_gets_its_host_and_ports_but_workers_stay_local() -> None:
@@ -63,7 +95,13 @@ def test_worker_ids_are_stable_and_start_at_zero() -> None:
         ({"num_decode": 0}, "--decode"),
         ({"num_prefill": -1}, "--prefill"),
         ({"num_decode": 65}, "64"),
-        ({"transport": "pigeon"}, "pigeon"),
+        ({"transports": ("pigeon",)}, "pigeon"),
+        ({"transports": ("tcp",), "forbid_transports": ("tcp",)}, "--forbid-transports"),
+        ({"block_size": 12}, "--block-size"),
+        ({"prefill_block_size": 12}, "--prefill-block-size"),
+        ({"decode_block_size": 256}, "--decode-block-size"),
+        ({"max_backlog_mb": 0}, "--max-backlog-mb"),
+        ({"lease_s": 0.0}, "--lease-s"),
         ({"http_port": 70000}, "--http-port"),
         ({"grpc_port": -1}, "--grpc-port"),
         ({"http_port": 5, "grpc_port": 5}, "differ"),

@@ -14,6 +14,7 @@ def _receipt() -> KVReceipt:
         checksum_verified=True,
         transfer_ms=10.0,
         exposed_transfer_ms=2.5,
+        hidden_share=0.75,
         earlier_failures=["attempt 1: prefill-1 was lost"],
     )
 
@@ -35,8 +36,17 @@ def test_every_field_of_the_receipt_is_in_its_table() -> None:
     shown = dict(rows)
     assert shown["checksum"] == "abcd (verified)"
     assert shown["bytes_sent"] == "1,234,567"
-    assert shown["exposed_transfer_ms"] == "2.5 (75% of the transfer hidden behind prefill)"
+    assert shown["exposed_transfer_ms"] == "2.5"
+    assert shown["hidden_share"] == "75% of the transfer ran behind prefill"
     assert shown["earlier_failure"] == "attempt 1: prefill-1 was lost"
+
+
+def test_a_slower_transport_than_expected_shouts() -> None:
+    receipt = _receipt()
+    receipt.expected_transport = "shm"
+    assert dict(receipt_rows(receipt))["expected_transport"] == "shm"
+    receipt.transport = "tcp"
+    assert dict(receipt_rows(receipt))["expected_transport"] == "shm (BUT tcp WAS USED)"
 
 
 def test_an_unverified_checksum_shouts() -> None:

@@ -1,6 +1,7 @@
 """What the router counts, and that it adds up."""
 
 import asyncio
+import logging
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -109,21 +110,52 @@ def test_transports_are_a_bounded_set_of_labels() -> None:
     assert setup.value("kvferry_handoffs_total", transport="other", outcome="committed") == 20
 
 
+def _moved(used: str, expected: str, *, prefill: str = "prefill-0") -> KVReceipt:
+    return KVReceipt(transport=used, expected_transport=expected, prefill_worker=prefill, decode_worker="decode-0")
+
+
+def test_a_slower_transport_than_expected_is_counted_each_time_and_warned_of_once_a_pair(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    setup = Setup()
+    for _ in range(3):
+        setup.metrics.handoff_committed(_moved("tcp", "nixl"))
+    setup.metrics.handoff_committed(_moved("tcp", "nixl", prefill="prefill-1"))
+    setup.metrics.handoff_committed(_moved("tcp", "made up"))
+    assert setup.value("kvferry_handoffs_degraded_total", expected="nixl", used="tcp") == 4
+    assert setup.value("kvferry_handoffs_degraded_total", expected="other", used="tcp") == 1
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 3
+    assert "from prefill-0 to decode-0 not over nixl, as expected, but over tcp" in warnings[0]
+    assert "prefill-1" in warnings[1]
+
+
+def test_what_was_expected_or_better_is_no_degradation(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup()
+    for used, expected in (("tcp", "tcp"), ("shm", "tcp"), ("local", ""), ("tcp", "")):
+        setup.metrics.handoff_committed(_moved(used, expected))
+    assert b"kvferry_handoffs_degraded_total{" not in setup.metrics.render()[0]
+    assert not caplog.records
+
+
 def test_workers_are_shown_with_their_blocks_and_vanish_when_they_leave() -> None:
     setup, registry = Setup(), WorkerRegistry(ManualClock())
     setup.metrics.watch(registry, Admission(1, 1, 1), RoomQueue())
     worker = registry.attach(registration("decode-0", Role.DECODE), lambda: None)
-    registry.report(worker, LoadReport(blocks_free=1, blocks_cached=2, blocks_used=3, blocks_quarantined=4))
+    load = LoadReport(blocks_free=1, blocks_cached=2, blocks_used=3, blocks_quarantined=4, tickets_refused=5)
+    registry.report(worker, load)
     with registry.lease("decode-0", 0):
         assert setup.value("kvferry_worker_requests_in_flight", worker="decode-0") == 1
     for state, count in {"free": 1, "cached": 2, "used": 3, "quarantined": 4}.items():
         assert setup.value("kvferry_worker_blocks", worker="decode-0", state=state) == count
+    assert setup.value("kvferry_worker_tickets_refused", worker="decode-0") == 5
     assert setup.value("kvferry_workers", role="decode", state="ready") == 1
     assert setup.value("kvferry_workers", role="prefill", state="ready") == 0
     registry.drain(worker)
     assert setup.value("kvferry_workers", role="decode", state="draining") == 1
     registry.detach(worker)
     assert setup.value("kvferry_worker_blocks", worker="decode-0", state="free") is None
+    assert setup.value("kvferry_worker_tickets_refused", worker="decode-0") is None
     assert setup.value("kvferry_workers", role="decode", state="ready") == 0
 
 

@@ -1,0 +1,108 @@
+"""`kvferry doctor --listen` and `kvferry doctor --peer` as two real processes on the loopback address."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_transfer.end_facts import importable_transports
+from runtime.secret import create_secret_file
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+DOCTOR = (sys.executable, "-m", "kvferry", "doctor", "--json")
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    create_secret_file(tmp_path / "secret")
+    return tmp_path / "secret"
+
+
+@contextmanager
+def _listening(secret_file: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    command = [*DOCTOR, "--listen", "127.0.0.1:0", "--cluster-secret-file", str(secret_file), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _ask(address: str, secret_file: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    command = [*DOCTOR, "--peer", address, "--cluster-secret-file", str(secret_file), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_two_processes_measure_their_transports_and_the_listener_ends_on_a_signal(secret_file: Path) -> None:
+    with _listening(secret_file, "--transports", "shm,tcp") as (listener, ready):
+        assert ready["event"] == "listening"
+        done = _ask(ready["address"], secret_file, "--transports", "shm,tcp")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["ok"]
+        assert [(trial["transport"], trial["works"]) for trial in report["trials"]] == [("shm", True), ("tcp", True)]
+        assert all(trial["gigabytes_per_s"] > 0 and trial["fixed_ms"] > 0 for trial in report["trials"])
+        assert (report["chosen"], report["expected"], report["warning"]) == ("shm", "shm", "")
+        # A second peer, with less.
+        report = json.loads(_ask(ready["address"], secret_file, "--transports", "tcp").stdout)
+        assert (report["chosen"], report["expected"]) == ("tcp", "tcp")
+        listener.send_signal(signal.SIGINT)
+        assert listener.wait(60) == 0
+
+
+def test_every_transport_installed_here_is_tried_and_works(secret_file: Path) -> None:
+    installed = set(importable_transports())
+    with _listening(secret_file) as (_, ready):
+        assert set(ready["transports"]) == installed
+        done = _ask(ready["address"], secret_file)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {trial["transport"]: trial["failure"] for trial in report["trials"]} == dict.fromkeys(installed, "")
+    assert (report["chosen"], report["warning"]) == ("shm", "")
+
+
+def test_nothing_in_common_ends_with_one_and_says_so(secret_file: Path) -> None:
+    with _listening(secret_file, "--transports", "shm") as (_, ready):
+        done = _ask(ready["address"], secret_file, "--transports", "tcp")
+    assert done.returncode == 1
+    assert "WARNING: no transport works" in done.stderr
+    assert not json.loads(done.stdout)["ok"]
+
+
+def test_another_secret_and_a_closed_port_end_with_one_and_their_own_words(secret_file: Path, tmp_path: Path) -> None:
+    create_secret_file(tmp_path / "other")
+    with _listening(secret_file, "--transports", "tcp") as (_, ready):
+        done = _ask(ready["address"], tmp_path / "other", "--transports", "tcp")
+        assert done.returncode == 1
+        assert json.loads(done.stdout)["error"]["code"] == "unauthenticated"
+    done = _ask(ready["address"], secret_file, "--transports", "tcp")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--listen", "0.0.0.0"], "wildcard"),
+        (["--peer", "host:port"], "HOST[:PORT]"),
+        (["--peer", "127.0.0.1", "--transports", "pigeon"], "pigeon"),
+    ],
+)
+def test_nonsense_ends_with_two(flags: list[str], said: str, secret_file: Path) -> None:
+    command = [*DOCTOR, *flags, "--cluster-secret-file", str(secret_file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_without_a_secret_there_is_no_other_end() -> None:
+    done = subprocess.run([*DOCTOR, "--peer", "127.0.0.1"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "--cluster-secret-file" in done.stderr
