@@ -4,14 +4,16 @@ import secrets
 from collections.abc import Callable
 
 from decode_worker.config import DecodeConfig
+from decode_worker.export import Exporter
 from decode_worker.server import DecodeService
-from decode_worker.worker import Command, DecodeView, DecodeWorker
+from decode_worker.worker import Command, DecodeView, DecodeWorker, ExportEvent
 from engine.build import build_engine, log_load, plan_engine
 from engine.loop import EngineLoop
 from engine.wire import load_report
 from kv_transfer.identity import Identity
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.region import MemoryRegion, available_memory_bytes
+from kv_transfer.sender import HandoffSender
 from kvferry_rpc import internal_pb2, internal_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.grpc_life import GrpcServer
@@ -28,21 +30,35 @@ class DecodeProcess:
         self._config = config
         self._clock = SystemClock()
         self._on_fatal: Callable[[], None] = _nobody_told
+        self._network = config.network(config.host)
+        self._transports = tuple(self._network.transports)
         self._plan = plan_engine(config, available_bytes=available_memory_bytes())
-        self._pool = MemoryRegion.allocate(self._plan.pool_bytes, shared="shm" in config.transports)
+        self._pool = MemoryRegion.allocate(self._plan.pool_bytes, shared="shm" in self._transports)
         self._incarnation = secrets.token_bytes(16)
         self.kv_events = KVEventLog()
         engine = build_engine(config, self._plan, self._pool.buffer, prefill_only=False)
+        identity = Identity(config.worker_id, self._incarnation, secret, self._plan.layout, self._pool)
         self._receiver = HandoffReceiver(
-            Identity(config.worker_id, self._incarnation, secret, self._plan.layout, self._pool),
+            identity,
+            network=self._network,
             bind_host=config.host,
             port=config.data_port,
-            transports=config.transports,
+            transports=self._transports,
             lease_s=config.lease_s,
             clock=self._clock,
             on_event=lambda event: self._engine_loop.notify(event),
         )
-        worker = DecodeWorker(engine, self._receiver, self._plan.limits.vocab_size, self.kv_events, self._clock)
+        self._sender = HandoffSender(
+            identity,
+            network=self._network,
+            transports=self._transports,
+            max_backlog_bytes=config.max_backlog_bytes,
+            clock=self._clock,
+            on_event=lambda event: self._engine_loop.notify(ExportEvent(event)),
+        )
+        exporter = Exporter(engine, self._sender, self._plan.layout)
+        vocab_size = self._plan.limits.vocab_size
+        worker = DecodeWorker(engine, self._receiver, exporter, vocab_size, self.kv_events, self._clock)
         self._engine_loop: EngineLoop[Command, DecodeView] = EngineLoop(
             worker,
             clock=self._clock,
@@ -59,7 +75,7 @@ class DecodeProcess:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        return self._config.transports
+        return self._transports
 
     @property
     def num_blocks(self) -> int:
@@ -84,7 +100,7 @@ class DecodeProcess:
             incarnation=self._incarnation,
             role=internal_pb2.DECODE,
             address=address,
-            transports=self._config.transports,
+            transports=self._transports,
             **self._plan.facts(self._config),
         )
 
@@ -94,14 +110,18 @@ class DecodeProcess:
         report.handoffs_committed = view.handoffs_committed
         report.handoffs_failed = view.handoffs_failed
         report.bytes_moved = view.bytes_received
+        report.tickets_refused = sum(self._receiver.snapshot().refused.values())
         return report
 
     def begin_drain(self) -> None:
         self._service.draining = True
 
     def close(self, timeout_s: float) -> None:
+        self._sender.close(timeout_s)
         self._receiver.close(timeout_s)
         self._engine_loop.stop(timeout_s)
+        for transport in self._network.transports.values():
+            transport.close()
         self._pool.close()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from decode_worker.export import check_export
 from decode_worker.worker import AdmitRequest, CancelRequest, Command, DecodeView, SessionClosed, sequence_id
 from engine.loop import EngineLoop
 from engine.wire import DoorLimits, build_sequence
@@ -77,8 +78,17 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
                     self._engine_loop.notify(
                         CancelRequest(session.session_id, command.cancel.request_id, command.cancel.attempt)
                     )
+                elif kind == "export":
+                    self._export(command.export)
         finally:
             session.end()
+
+    def _export(self, message: internal_pb2.Export) -> None:
+        """Nobody waits for an answer here: a prefill worker that gets nothing computes the prompt itself."""
+        try:
+            self._engine_loop.submit(check_export(message, self._clock.now()))
+        except KvferryError as error:
+            _log.warning("an export for %s was not begun: %s", message.request_id, error.message)
 
     def _admit(self, admit: internal_pb2.Admit, session: "_Session") -> None:
         if not session.begin(admit.request_id, admit.attempt):

@@ -10,7 +10,8 @@ Life of a request here:
 4. Each step gives each running sequence one token. The tokens of a step leave in one message a session.
 5. Finished: the blocks go back (full ones stay in the prefix cache), the router gets this half of the receipt.
 
-With `local_prefill` there is no ticket: the prompt is computed here, and 4 follows.
+With `local_prefill` there is no ticket: the prompt is computed here, and 4 follows. What stays in the prefix cache can
+be sent back to a prefill worker later (`export.py`).
 
 Failure exits: refused at the door (nothing held); hand-off failed or its lease ran out; cancelled, past its deadline,
 or the session closed. All of them go through `_stop`; blocks that a remote side may still write wait for `Fenced`.
@@ -22,10 +23,11 @@ from typing import assert_never
 
 from google.protobuf.message import DecodeError
 
+from decode_worker.export import Exporter, ExportRequest
 from engine.engine import Engine, EngineLoad, SequenceOutput
 from engine.sequence import FinishReason, Sequence
 from engine.wire import finish_reason, publish_cache_changes, token_output, token_sample
-from kv_transfer.events import Committed, Failed, Fenced
+from kv_transfer.events import Committed, Failed, Fenced, SendEvent
 from kv_transfer.receiver import HandoffReceiver
 from kvferry_rpc import common_pb2, internal_pb2
 from runtime.clock import Clock
@@ -68,13 +70,20 @@ class SessionClosed:
     session_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExportEvent:
+    """News of what this worker sends: an export. (A bare `Failed` is about what it receives.)"""
+
+    event: SendEvent
+
+
 def sequence_id(session_id: int, request_id: str, attempt: int) -> str:
     """Name of an attempt's sequence. Routers choose request ids without knowing of each other: none can touch, or
     stand in the way of, what another one has admitted under the same id."""
     return f"{session_id}/{request_id}/{attempt}"
 
 
-Command = AdmitRequest | CancelRequest | SessionClosed | Committed | Failed | Fenced
+Command = AdmitRequest | CancelRequest | SessionClosed | Committed | Failed | Fenced | ExportRequest | ExportEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +111,16 @@ class DecodeWorker:
     """Handler of the engine loop. Every method belongs to the owner thread."""
 
     def __init__(
-        self, engine: Engine, receiver: HandoffReceiver, vocab_size: int, log: KVEventLog, clock: Clock
+        self,
+        engine: Engine,
+        receiver: HandoffReceiver,
+        exporter: Exporter,
+        vocab_size: int,
+        log: KVEventLog,
+        clock: Clock,
     ) -> None:
         self._engine = engine
+        self._exporter = exporter
         self._vocab_size = vocab_size
         self._receiver = receiver
         self._log = log
@@ -134,6 +150,11 @@ class DecodeWorker:
                 self._on_handoff_failed(command)
             case Fenced():
                 self._release_quarantine(command.handoff_id)
+            case ExportRequest():
+                self._audited = False
+                self._exporter.begin(command)
+            case ExportEvent():
+                self._exporter.handle(command.event)
             case _:
                 assert_never(command)
         self._flush()
@@ -312,7 +333,7 @@ class DecodeWorker:
                     seq_id, KvferryError(ErrorCode.DEADLINE_EXCEEDED, "the deadline passed on the decode worker")
                 )
         self._flush()
-        if not self._audited and not self._jobs and not self._quarantines:
+        if not self._audited and not self._jobs and not self._quarantines and not self._exporter:
             self._engine.check_integrity()
             self._audited = True
 

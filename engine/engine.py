@@ -14,10 +14,11 @@ Life of a sequence:
 `cancel` ends it in any state. Every way out goes through `_release`, once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from engine.model_runner import LayerHook, ModelRunner, RowResult
+from engine.prefix_holds import PrefixHolds
 from engine.scheduler import Schedule, Scheduler, SchedulerConfig
 from engine.sequence import FinishReason, Sequence, SequenceStatus, TokenSample
 from kv_cache.block_hash import BlockHasher
@@ -61,6 +62,7 @@ class Engine:
         self, config: SchedulerConfig, block_manager: BlockManager, hasher: BlockHasher, runner: ModelRunner
     ) -> None:
         self.block_manager = block_manager
+        self.prefix_holds = PrefixHolds(block_manager, hasher)
         self._config = config
         self._scheduler = Scheduler(config, block_manager, hasher)
         self._runner = runner
@@ -147,11 +149,14 @@ class Engine:
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Schedule:
-        """Plan a step; falsy when there is nothing to compute now. `publish` must follow before the next call."""
+    def schedule(self, held: Collection[str] = ()) -> Schedule:
+        """Plan a step; falsy when there is nothing to compute now. `publish` must follow before the next call.
+
+        `held`: ids of sequences to leave alone in this step; others go on past them.
+        """
         if self._step_open:
             raise RuntimeError("schedule before the last step was published")
-        schedule = self._scheduler.schedule()
+        schedule = self._scheduler.schedule(held)
         self._step_open = bool(schedule)
         return schedule
 
@@ -191,8 +196,13 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing at all is in flight: no sequence in any state and no quarantine."""
-        return not self._sequences and not self._quarantines
+        """Whether nothing at all is in flight: no sequence in any state, no quarantine and no held prefix."""
+        return not self._sequences and not self._quarantines and not self.prefix_holds
+
+    @property
+    def has_room_for_queue(self) -> bool:
+        """Whether the pool could take in all sequences that wait, at once."""
+        return self.block_manager.can_allocate(self._scheduler.promised_blocks)
 
     def get(self, seq_id: str) -> Sequence | None:
         """The sequence with this id, if it has not been released."""

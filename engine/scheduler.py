@@ -10,11 +10,14 @@ preemption took away). A step takes, within the token budget:
    prompt never waits half-way for blocks.
 
 The oldest running sequence is never preempted for another, so something always finishes: no livelock.
+
+A caller may hold sequences back from a step, one whose output cannot leave for example: others go on past them, and a
+held sequence keeps its place in the order, and its blocks if it has any, but no slot.
 """
 
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from engine.sequence import Sequence, SequenceStatus
@@ -132,8 +135,8 @@ class Scheduler:
         """
         if self._slots() <= len(self._waiting):
             return None
-        promised = sum(self._blocks_for(waiting.num_tokens) for waiting in self._waiting)
-        allocation = self._allocate(seq, seq.num_tokens + 1, seq.num_tokens // self._block_size, promised)
+        most_cached = seq.num_tokens // self._block_size
+        allocation = self._allocate(seq, seq.num_tokens + 1, most_cached, self.promised_blocks)
         if allocation is not None:
             self._number(seq)
             seq.move_to(SequenceStatus.RECEIVING)
@@ -148,6 +151,11 @@ class Scheduler:
         seq.start_computing(num_valid_tokens)
         self._store_full_blocks(seq)
 
+    @property
+    def promised_blocks(self) -> int:
+        """What all waiting sequences would take, if nothing of them were cached."""
+        return sum(self._blocks_for(waiting.num_tokens) for waiting in self._waiting)
+
     def remove(self, seq: Sequence) -> None:
         """Take the sequence out of every queue. Its blocks stay with the block manager: the caller releases them."""
         self._receiving.pop(seq.seq_id, None)
@@ -155,17 +163,21 @@ class Scheduler:
             if seq in queue:
                 queue.remove(seq)
 
-    def schedule(self) -> Schedule:
-        """Plan one step. Preempts and admits; computes nothing. `complete` must follow before the next call."""
-        ready, preempted = self._grow_running()
+    def schedule(self, held: Collection[str] = ()) -> Schedule:
+        """Plan one step. Preempts and admits; computes nothing. `complete` must follow before the next call.
+
+        `held`: ids of sequences that this step must leave alone, in whatever state.
+        """
+        ready, preempted = self._grow_running(held)
         decoding = [seq for seq in ready if seq.num_tokens_to_compute == 1]
         computing = [seq for seq in ready if seq.num_tokens_to_compute > 1]
         items: list[ScheduledSequence] = []
         budget = self.config.token_budget
-        for seq in decoding + computing:
+        # Those that come back from being held may be more than there are slots: the youngest wait for a later step.
+        for seq in (decoding + computing)[: self.config.max_num_seqs]:
             budget -= self._take(seq, budget, items)
         while budget > 0:
-            admitted = self._admit_next()
+            admitted = self._admit_next(held)
             if admitted is None:
                 break
             budget -= self._take(admitted, budget, items)
@@ -177,12 +189,12 @@ class Scheduler:
             item.seq.advance(item.num_new_tokens)
             self._store_full_blocks(item.seq)
 
-    def _grow_running(self) -> tuple[list[Sequence], list[Sequence]]:
+    def _grow_running(self, held: Collection[str]) -> tuple[list[Sequence], list[Sequence]]:
         """Make room for the next token of running sequences, oldest first. Returns (can compute, preempted)."""
         ready: list[Sequence] = []
         preempted: list[Sequence] = []
         for seq in self.running:
-            while seq.status is SequenceStatus.RUNNING:
+            while seq.status is SequenceStatus.RUNNING and seq.seq_id not in held:
                 if self._block_manager.append(seq.seq_id, seq.num_tokens):
                     ready.append(seq)
                     break
@@ -202,15 +214,15 @@ class Scheduler:
         self.preemptions += 1
         return victim
 
-    def _admit_next(self) -> Sequence | None:
+    def _admit_next(self, held: Collection[str]) -> Sequence | None:
         """Move the first waiting sequence to running, with blocks. None = nobody waits, or no room now."""
-        if not self._waiting or self._slots() < 1:
+        seq = next((seq for seq in self._waiting if seq.seq_id not in held), None)
+        if seq is None or self._slots(held) < 1:
             return None
-        seq = self._waiting[0]
         # The last token is computed here whatever is cached: its logits choose the next one.
         if self._allocate(seq, seq.num_tokens, (seq.num_tokens - 1) // self._block_size, promised_blocks=0) is None:
             return None
-        del self._waiting[0]
+        self._waiting.remove(seq)
         seq.move_to(SequenceStatus.RUNNING)
         insort(self._running, seq, key=_arrival)
         return seq
@@ -263,8 +275,9 @@ class Scheduler:
         self._arrivals += 1
         seq.arrival = self._arrivals
 
-    def _slots(self) -> int:
-        return self.config.max_num_seqs - len(self._running) - len(self._receiving)
+    def _slots(self, held: Collection[str] = ()) -> int:
+        active = sum(seq.seq_id not in held for seq in self._running)
+        return self.config.max_num_seqs - active - len(self._receiving)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -8,16 +8,21 @@ from engine.loop import EngineLoop
 from engine.wire import load_report
 from kv_transfer.events import SendEvent, Sent
 from kv_transfer.identity import Identity
+from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.region import MemoryRegion, available_memory_bytes
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc import internal_pb2, internal_pb2_grpc
 from prefill_worker.config import PrefillConfig
+from prefill_worker.pull import Puller
 from prefill_worker.server import PrefillService
-from prefill_worker.worker import Command, PrefillView, PrefillWorker
+from prefill_worker.worker import Command, Nudge, PrefillView, PrefillWorker, PullEvent
 from runtime.clock import SystemClock
 from runtime.grpc_life import GrpcServer
 from runtime.in_flight import InFlight
 from runtime.kv_event_log import KVEventLog
+
+# A pull that shows no sign of life is over after this: its request waits.
+_PULL_LEASE_S = 5.0
 
 
 class PrefillProcess:
@@ -29,19 +34,38 @@ class PrefillProcess:
         self._config = config
         self._clock = SystemClock()
         self._on_fatal: Callable[[], None] = _nobody_told
+        self._network = config.network(config.host)
+        self._transports = tuple(self._network.transports)
         self._plan = plan_engine(config, available_bytes=available_memory_bytes())
-        self._pool = MemoryRegion.allocate(self._plan.pool_bytes, shared=False)
+        self._pool = MemoryRegion.allocate(self._plan.pool_bytes, shared="shm" in self._transports)
         self._incarnation = secrets.token_bytes(16)
         self.kv_events = KVEventLog()
         engine = build_engine(config, self._plan, self._pool.buffer, prefill_only=True)
+        layout = self._plan.layout
+        identity = Identity(config.worker_id, self._incarnation, secret, layout, self._pool)
         self._sender = HandoffSender(
-            Identity(config.worker_id, self._incarnation, secret, self._plan.layout, self._pool),
-            transports=config.transports,
+            identity,
+            network=self._network,
+            transports=self._transports,
+            forced=config.forced,
+            wire_dtype=config.wire_dtype,
+            max_backlog_bytes=config.max_backlog_bytes,
             clock=self._clock,
             on_event=self._on_send_event,
+            on_backlog=lambda: self._engine_loop.notify(Nudge()),
         )
-        num_layers = self._plan.layout.num_layers
-        self._worker = PrefillWorker(engine, self._sender, num_layers, self.kv_events, self._clock)
+        self._receiver = HandoffReceiver(
+            identity,
+            network=self._network,
+            bind_host=config.host,
+            port=config.data_port,
+            transports=self._transports,
+            lease_s=min(config.lease_s, _PULL_LEASE_S),
+            clock=self._clock,
+            on_event=lambda event: self._engine_loop.notify(PullEvent(event)),
+        )
+        puller = Puller(engine, self._receiver, layout.block_bytes, self._clock)
+        self._worker = PrefillWorker(engine, self._sender, puller, layout.num_layers, self.kv_events, self._clock)
         self._engine_loop: EngineLoop[Command, PrefillView] = EngineLoop(
             self._worker,
             clock=self._clock,
@@ -58,7 +82,7 @@ class PrefillProcess:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        return self._config.transports
+        return self._transports
 
     @property
     def num_blocks(self) -> int:
@@ -74,6 +98,7 @@ class PrefillProcess:
 
     def start(self, on_fatal: Callable[[], None]) -> None:
         self._on_fatal = on_fatal
+        self._receiver.start()
         self._engine_loop.start()
 
     def describe(self, address: str) -> internal_pb2.Register:
@@ -82,7 +107,7 @@ class PrefillProcess:
             incarnation=self._incarnation,
             role=internal_pb2.PREFILL,
             address=address,
-            transports=self._config.transports,
+            transports=self._transports,
             **self._plan.facts(self._config),
         )
 
@@ -92,6 +117,7 @@ class PrefillProcess:
         report.handoffs_committed = view.handoffs_sent
         report.handoffs_failed = view.handoffs_failed
         report.bytes_moved = view.bytes_sent
+        report.tickets_refused = sum(self._receiver.snapshot().refused.values())
         return report
 
     def _on_send_event(self, event: SendEvent) -> None:
@@ -104,7 +130,10 @@ class PrefillProcess:
 
     def close(self, timeout_s: float) -> None:
         self._sender.close(timeout_s)
+        self._receiver.close(timeout_s)
         self._engine_loop.stop(timeout_s)
+        for transport in self._network.transports.values():
+            transport.close()
         self._pool.close()
 
 

@@ -40,7 +40,7 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
             try:
                 while not over:
                     event = await events.get()  # the worker ends every request by its deadline
-                    over = event.WhichOneof("kind") != "first_token"
+                    over = event.WhichOneof("kind") in ("done", "error")
                     yield event
             finally:
                 if not over:
@@ -58,6 +58,7 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
             arrived_at=now,
             deadline=now + request.deadline_ms / 1e3,
             reply=lambda event: _deliver(loop, events, event),
+            source=request.source if request.HasField("source") else None,
         )
         self._engine_loop.submit(submit)
         return submit

@@ -3,10 +3,12 @@
 Life of a request here:
 
 1. `Submit` comes from the server with its ticket. The hand-off is opened at once, so its lease is renewed while the
-   request waits.
+   request waits. If a decode worker holds more of the prompt's KV than is cached here, the request first waits,
+   for a bounded time, for that to be pulled (`pull.py`).
 2. The scheduler admits it when blocks for the whole prompt are free; a cached prefix is pinned, not computed.
 3. Each step computes a chunk. As soon as a layer of the chunk is stored, its complete blocks are pushed: they travel
-   while the next layer is computed.
+   while the next layer is computed. A sequence whose link is too far behind is left out of the step, so that a slow
+   link slows down its own prompts and nothing piles up.
 4. The last chunk gives the first token. It goes to the router at once, and into the commit record.
 5. `Sent`: the decode worker has verified the blocks. The router gets this half of the receipt, straight from the
    sender's thread: a step can take seconds, and the end of somebody's answer must not wait for it.
@@ -24,9 +26,10 @@ from engine.engine import Engine, EngineLoad, SequenceOutput
 from engine.scheduler import Schedule
 from engine.sequence import Sequence
 from engine.wire import publish_cache_changes, token_output
-from kv_transfer.events import CommitRecord, Drained, Failed, SendEvent, SendStats, Sent
+from kv_transfer.events import CommitRecord, Drained, Failed, ReceiveEvent, SendEvent, SendStats, Sent
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc import internal_pb2
+from prefill_worker.pull import Pull, Puller
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError, invalid
 from runtime.kv_event_log import KVEventLog
@@ -39,14 +42,16 @@ _MAX_HANDOFF_ID_CHARS = 256
 @dataclass(frozen=True, slots=True)
 class Submit:
     """A request, checked by the server; its sequence has the hand-off's id for a name. `reply` is called on the owner
-    thread or a sender's and must not block; it gets the first token or not, and then one `done` or `error`, or nothing
-    more after a Cancel. Times are on the worker's clock, in seconds."""
+    thread or a sender's and must not block; it gets at most one `pull`, the first token or not, and then one `done` or
+    `error`, or nothing more after a Cancel. Times are on the worker's clock, in seconds. `source`: who may hold more
+    of the prompt's KV."""
 
     sequence: Sequence
     ticket: internal_pb2.Ticket
     arrived_at: float
     deadline: float
     reply: Reply
+    source: internal_pb2.KVSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,19 @@ class Cancel:
     submit: Submit
 
 
-Command = Submit | Cancel | SendEvent
+@dataclass(frozen=True, slots=True)
+class PullEvent:
+    """News of what this worker receives: a pull. (A bare `SendEvent` is about what it sends.)"""
+
+    event: ReceiveEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Nudge:
+    """A link has caught up: what was held back for it may go on."""
+
+
+Command = Submit | Cancel | SendEvent | PullEvent | Nudge
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +95,24 @@ class _Job:
     started_at: float | None = None
     sampled_at: float = 0.0
     quarantine_id: int | None = None
+    pull: Pull | None = None
 
 
 class PrefillWorker:
     """Handler of the engine loop. Every method but `report_sent` belongs to the owner thread."""
 
-    def __init__(self, engine: Engine, sender: HandoffSender, num_layers: int, log: KVEventLog, clock: Clock) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sender: HandoffSender,
+        puller: Puller,
+        num_layers: int,
+        log: KVEventLog,
+        clock: Clock,
+    ) -> None:
         self._engine = engine
         self._sender = sender
+        self._puller = puller
         self._layers = range(num_layers)
         self._block_size = engine.block_manager.block_size
         self._log = log
@@ -112,6 +139,10 @@ class PrefillWorker:
                 self._on_failed(command)
             case Drained():
                 self._on_drained(command.handoff_id)
+            case PullEvent():
+                self._puller.handle(command.event)
+            case Nudge():
+                pass  # to be awake is all it takes
             case _:
                 assert_never(command)
 
@@ -128,16 +159,23 @@ class PrefillWorker:
         except (KvferryError, ValueError) as error:
             self._answer(submit, error if isinstance(error, KvferryError) else invalid("ticket", str(error)))
             return
-        self._jobs[ticket.handoff_id] = self._unanswered[ticket.handoff_id] = _Job(submit)
+        job = self._jobs[ticket.handoff_id] = self._unanswered[ticket.handoff_id] = _Job(submit)
         self._audited = False
+        if submit.source is not None:
+            job.pull = self._puller.begin(seq, submit.source, submit.deadline)
+            if job.pull is not None:
+                submit.reply(internal_pb2.PrefillEvent(pull=job.pull.ticket))
 
     def _check_ticket(self, submit: Submit) -> None:
         """Raises KvferryError for a ticket that does not fit the prompt, before anything is held for it."""
-        ticket, num_blocks = submit.ticket, -(-submit.sequence.num_tokens // self._block_size)
+        ticket, block_size = submit.ticket, submit.ticket.layout.block_size  # the decode worker's, not ours
         if not 1 <= len(ticket.handoff_id) <= _MAX_HANDOFF_ID_CHARS:
             raise invalid("ticket", f"its hand-off id must have 1 to {_MAX_HANDOFF_ID_CHARS} characters")
         if ticket.handoff_id in self._jobs:
             raise invalid("ticket", f"{ticket.handoff_id} is in use")
+        if block_size < 1:
+            raise invalid("ticket", "does not say how large its blocks are")
+        num_blocks = -(-submit.sequence.num_tokens // block_size)
         if ticket.first_block + len(ticket.block_ids) != num_blocks:
             raise invalid("ticket", f"does not hold the {num_blocks} blocks of the prompt")
 
@@ -145,7 +183,7 @@ class PrefillWorker:
 
     def step(self) -> bool:
         """Compute one chunk of what the scheduler chose, pushing each layer as it is stored."""
-        schedule = self._engine.schedule()
+        schedule = self._engine.schedule(self._held())
         if not schedule:
             return False
         pushes = self._plan_pushes(schedule)
@@ -153,6 +191,14 @@ class PrefillWorker:
         for output in self._engine.publish(schedule, result):
             self._on_output(output)
         return True
+
+    def _held(self) -> set[str]:
+        """Sequences that wait for a pull, or whose link is too far behind."""
+        return {
+            handoff_id
+            for handoff_id, job in self._jobs.items()
+            if (job.pull is not None and job.pull.is_open) or not self._sender.may_push(handoff_id)
+        }
 
     def _plan_pushes(self, schedule: Schedule) -> list[tuple[str, int, tuple[int, ...]]]:
         """(hand-off, first prompt block, local blocks) that this step completes. Cached blocks go out right here."""
@@ -219,6 +265,8 @@ class PrefillWorker:
         quarantine_id = self._engine.cancel(job.submit.sequence.seq_id, quarantine=True)
         if quarantine_id is not None:
             job.quarantine_id = quarantine_id
+        if job.pull is not None:
+            self._puller.give_up(job.pull)
         self._sender.abort(handoff_id, error.message if error else "cancelled by the router")
         if self._unanswered.pop(handoff_id, None) is not None and error is not None:
             self._answer(job.submit, error)
@@ -239,7 +287,8 @@ class PrefillWorker:
         for handoff_id, job in list(self._jobs.items()):
             if now >= job.submit.deadline and handoff_id in self._unanswered:
                 self._stop(handoff_id, KvferryError(ErrorCode.DEADLINE_EXCEEDED, "the deadline passed during prefill"))
-        if not self._audited and not self._jobs:
+        self._puller.tick(now)
+        if not self._audited and not self._jobs and not self._puller:
             self._engine.check_integrity()
             self._audited = True
 
@@ -249,7 +298,7 @@ class PrefillWorker:
 
     @property
     def has_timers(self) -> bool:
-        return bool(self._jobs)
+        return bool(self._jobs or self._puller)
 
     def view(self) -> PrefillView:
         return PrefillView(self._engine.load(), self._sent, self._failed, self._bytes_sent)
@@ -261,8 +310,11 @@ def _receipt_half(job: _Job, stats: SendStats) -> internal_pb2.PrefillDone:
     transfer_s = exposed_s = 0.0
     if first is not None and last is not None:
         transfer_s, exposed_s = last - first, max(0.0, last - max(first, job.sampled_at))
+    cached, pull = job.submit.sequence.num_cached_tokens, job.pull
     return internal_pb2.PrefillDone(
-        cached_tokens=job.submit.sequence.num_cached_tokens,
+        cached_tokens=cached,
+        pulled_tokens=pull.tokens_found(cached) if pull else 0,
+        pull_ms=pull.took_ms if pull else 0.0,
         blocks_sent=stats.num_blocks,
         bytes_sent=stats.size_bytes,
         transport=stats.transport,
@@ -271,4 +323,7 @@ def _receipt_half(job: _Job, stats: SendStats) -> internal_pb2.PrefillDone:
         prefill_ms=(job.sampled_at - started_at) * 1e3,
         transfer_ms=transfer_s * 1e3,
         exposed_transfer_ms=exposed_s * 1e3,
+        transport_detail=stats.transport_detail,
+        expected_transport=stats.expected_transport,
+        conversion=stats.conversion,
     )

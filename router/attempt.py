@@ -1,7 +1,9 @@
 """One attempt of one request on one pair of workers.
 
 1. Admit on the decode worker; it answers with a ticket (remote prefill) or with tokens (local prefill).
-2. With the ticket, Prefill on the prefill worker. From here both workers speak at once, through one inbox.
+2. With the ticket, Prefill on the prefill worker. From here both workers speak at once, through one inbox. If the plan
+   names a source, the prefill worker may answer with a ticket of its own: it is carried to that decode worker, and
+   the rest is between the two.
 3. Tokens are given out in order of their index, whichever worker brought them first.
 4. Decode is done: wait a moment for the prefill worker's half of the receipt.
 
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Self
 import grpc
 
 from kvferry_rpc.common_pb2 import ErrorCode, TokenOutput
-from kvferry_rpc.internal_pb2 import Admit, PrefillRequest, Ticket
+from kvferry_rpc.internal_pb2 import Admit, Export, KVSource, PrefillRequest, Ticket
 from router.decode_session import DecodeSession
 from router.generation import GenerationRequest
 from router.inbox import Inbox
@@ -127,10 +129,12 @@ class Attempt:
         placement: Placement,
         session: DecodeSession | None,
         prefill_stub: "PrefillWorkerAsyncStub | None",
+        source: DecodeSession | None,
         clock: Clock,
         on_taken: Callable[[], None],
     ) -> None:
-        """`session` or `prefill_stub` None: that worker went away; the attempt fails when it comes to it.
+        """`session` or `prefill_stub` None: that worker went away; the attempt fails when it comes to it. `source` is
+        the session with the worker that the plan has as its source, if any; without it nothing is pulled.
 
         `on_taken` is called once, when the decode worker has taken the request.
         """
@@ -138,6 +142,7 @@ class Attempt:
         self._placement = placement
         self._session = session
         self._prefill_stub = prefill_stub
+        self._source = source
         self._clock = clock
         self._on_taken = on_taken
         self._inbox = Inbox(len(work.output))
@@ -273,10 +278,16 @@ class Attempt:
             ticket=ticket,
             deadline_ms=self._remaining_ms(),
         )
+        source = self._placement.plan.source
+        if source is not None and self._source is not None:
+            request.source.CopyFrom(KVSource(decode_worker=source.worker_id, num_tokens=source.num_tokens))
         call = self._prefill_stub.Prefill(request, timeout=self._remaining_s() + _CALL_GRACE_S)
         try:
             async for event in call:
-                self._inbox.put_prefill(event)
+                if event.WhichOneof("kind") == "pull":
+                    self._export(event.pull)
+                else:
+                    self._inbox.put_prefill(event)
             self._prefill_failed(f"prefill worker {worker_id} ended its stream without a result")
         except grpc.RpcError as error:
             self._inbox.put_prefill_failure(_lost(error, f"prefill worker {worker_id}"))
@@ -291,6 +302,24 @@ class Attempt:
             if failure is not None and failure.code == ErrorCode.OVERLOADED:
                 self._placement.refused_by(Side.PREFILL)
             self._placement.release_prefill()
+
+    def _export(self, ticket: Ticket) -> None:
+        """Ask the source, once, for the blocks that the prefill worker wants. What becomes of it they settle alone."""
+        source, self._source = self._source, None
+        work = self._work
+        tokens = (*work.request.prompt_token_ids, *work.output)
+        num_tokens = (ticket.first_block + len(ticket.block_ids)) * ticket.layout.block_size
+        if source is None or num_tokens > len(tokens):
+            return
+        export = Export(
+            request_id=work.request.request_id,
+            attempt=work.attempt,
+            prompt_token_ids=tokens[:num_tokens],
+            cache_salt=work.request.cache_salt,
+            ticket=ticket,
+            deadline_ms=self._remaining_ms(),
+        )
+        source.export(export)
 
     def _prefill_failed(self, message: str) -> None:
         self._inbox.put_prefill_failure(KvferryError(ErrorCode.UNAVAILABLE, message))

@@ -29,6 +29,7 @@ class RouterConfig:
     max_queued_tokens: int = flag(4_000_000, "Prompt tokens of the requests that wait; more are refused at once.")
     max_room_wait_s: float = flag(120.0, "Longest wait for room on a worker once every one is full.")
     strict_handoff: bool = flag(False, "Fail a request whose prompt is not computed by a prefill worker.")
+    reuse_decode_kv: bool = flag(True, "Let prefill workers pull KV that only decode workers have cached.")
     receipts_kept: int = flag(4096, "KV receipts kept for later questions.")
     heartbeat_s: float = flag(5.0, "A worker silent for this long is avoided, for three times as long cut off.")
     drain_timeout_s: float = flag(60.0, "Longest time to finish running requests after SIGTERM.")
@@ -68,4 +69,5 @@ class RouterConfig:
             max_queued_tokens=self.max_queued_tokens,
             max_room_wait_s=self.max_room_wait_s,
             strict_handoff=self.strict_handoff,
+            reuse_decode_kv=self.reuse_decode_kv,
         )

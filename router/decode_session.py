@@ -2,7 +2,8 @@
 
 Life of a session:
 1. Connect, open the stream, send Hello with the incarnation that is attached. A worker of another life refuses it.
-2. Admit and Cancel go out in order; each event goes to the inbox of its (request, attempt), unknown ones to nobody.
+2. Admit, Cancel and Export go out in order; each event goes to the inbox of its (request, attempt), unknown ones to
+   nobody.
 3. The stream breaks: every request on it fails with UNAVAILABLE, and the session connects again after a jittered
    wait, for as long as the worker is attached. Admit says UNAVAILABLE meanwhile.
 4. The worker detaches: the session is closed and its requests fail likewise.
@@ -19,7 +20,7 @@ from enum import Enum
 import grpc
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from kvferry_rpc.internal_pb2 import Admit, Cancel, DecodeCommand, DecodeEvents, Hello, Register
+from kvferry_rpc.internal_pb2 import Admit, Cancel, DecodeCommand, DecodeEvents, Export, Hello, Register
 from kvferry_rpc.internal_pb2_grpc import DecodeWorkerStub
 from router.inbox import Inbox
 from runtime.errors import KvferryError
@@ -119,6 +120,11 @@ class DecodeSession:
         request.cancelled = True
         if request.sent:
             self._send(DecodeCommand(cancel=Cancel(request_id=request_id, attempt=attempt)), None)
+
+    def export(self, export: Export) -> None:
+        """Ask the worker to send cached blocks to a prefill worker. Never waits; no effect without a stream."""
+        if self._state is _State.OPEN:
+            self._send(DecodeCommand(export=export), None)
 
     def abandon(self) -> None:
         """The worker is gone: fail what runs on it, now, and begin to close. `close` must still be awaited."""

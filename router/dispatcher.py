@@ -44,13 +44,15 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
     """Bounds of the dispatcher. Tokens are prompt tokens; `max_room_wait_s` is how long a request may wait for room
-    on a worker. `strict_handoff`: every prompt comes from a prefill worker, or the request fails."""
+    on a worker. `strict_handoff`: every prompt comes from a prefill worker, or the request fails. `reuse_decode_kv`:
+    prefill workers may pull what decode workers have cached."""
 
     max_in_flight: int = 256
     max_queued: int = 1024
     max_queued_tokens: int = 4_000_000
     max_room_wait_s: float = 120.0
     strict_handoff: bool = False
+    reuse_decode_kv: bool = True
 
 
 @dataclass(slots=True)
@@ -167,7 +169,8 @@ class Dispatcher:
         placement = Placement(self._registry, plan, len(run.request.prompt_token_ids) + len(run.output))
         stub = self._links.prefill_stub(plan.prefill_worker) if plan.prefill_worker else None
         session = self._links.decode_session(plan.decode_worker)
-        return Attempt(work, placement, session, stub, self._clock, self._room.wake)
+        source = self._links.decode_session(plan.source.worker_id) if plan.source else None
+        return Attempt(work, placement, session, stub, source, self._clock, self._room.wake)
 
     def _plan(self, run: _Run) -> Plan | NoPlan:
         hasher = self._registry.hasher
@@ -181,6 +184,7 @@ class Dispatcher:
             block_hashes=run.block_hashes,
             avoid=frozenset(run.avoid),
             allow_local=not self._limits.strict_handoff,
+            allow_pull=self._limits.reuse_decode_kv,
         )
         self._turn += 1
         return choose(self._registry.cluster_load(), shape, self._turn)

@@ -3,16 +3,23 @@
 A decision weighs two things in one unit, tokens of compute. What a prefix cache already holds need not be computed;
 what is queued in front must be computed first. So a popular prefix draws requests to the worker that has it only
 until the queue there costs more than computing the prefix elsewhere. Cache sizes are never a sign of load.
+
+What a decode worker holds of a prompt and the prefill worker lacks (the last answer of a chat, first of all) can be
+pulled instead of computed, which costs a transfer.
 """
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 
+from kv_cache.layout import KVCacheLayout
+
 # What one more sequence costs the others on a decode worker, in tokens of compute.
 SEQUENCE_COST_TOKENS = 64.0
-# Moving the KV of a token that the decode worker lacks, against computing one.
+# Moving the KV of a token that a worker lacks, against computing one.
 TRANSFER_COST = 0.25
+# Below this a pull's fixed cost is more than what it spares.
+MIN_PULL_BLOCKS = 2
 
 
 class Health(Enum):
@@ -29,7 +36,8 @@ class WorkerLoad:
 
     `cached_blocks` is a hint of the block hashes in its prefix cache. `requests` counts sequences there,
     `pending_tokens` prompt tokens not yet computed; both include what this router sent a moment ago.
-    `full` means that it refused a request for want of room and nothing has changed since.
+    `full` means that it refused a request for want of room and nothing has changed since. `layout` is that of its
+    pool: only between equal ones do blocks of the same text have the same names and bytes.
     """
 
     worker_id: str
@@ -39,6 +47,7 @@ class WorkerLoad:
     pending_tokens: int
     blocks_available: int
     full: bool = False
+    layout: KVCacheLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,8 @@ class RequestShape:
     """What the policy needs to know of a request.
 
     `block_hashes` names the full blocks of the prompt in order. `avoid` holds workers that failed this request
-    already: they are taken only when no other is left. Without `allow_local` a prefill worker is always used.
+    already: they are taken only when no other is left. Without `allow_local` a prefill worker is always used, without
+    `allow_pull` nothing is pulled from a decode worker.
     """
 
     num_tokens: int
@@ -62,15 +72,26 @@ class RequestShape:
     block_hashes: Sequence[bytes]
     avoid: frozenset[str] = frozenset()
     allow_local: bool = True
+    allow_pull: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A decode worker, and how many leading tokens of the prompt it probably holds, in whole blocks."""
+
+    worker_id: str
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Worker ids and why. `prefill_worker` None: the decode worker computes the prompt itself."""
+    """Worker ids and why. `prefill_worker` None: the decode worker computes the prompt itself. `source`: whom the
+    prefill worker is to pull from what its own cache lacks."""
 
     decode_worker: str
     prefill_worker: str | None
     reason: str
+    source: Source | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +118,15 @@ def choose(cluster: ClusterLoad, request: RequestShape, turn: int) -> Plan | NoP
     if not prefills:
         reason = f"local prefill: {_why_no_prefill(cluster.prefill, request.avoid)}; {_explain(decode, request)}"
         return Plan(decode.worker_id, None, reason)
-    prefill = _cheapest(prefills, request, turn, _prefill_cost)
+    holders = _holders(cluster.decode, decode, request)
+    prefill = _cheapest(prefills, request, turn, lambda worker, shape: _prefill_cost(worker, shape, holders))
     if prefill is None:
         return NoPlan("prefill", True, "every prefill worker is full")
     reason = f"remote prefill: {_explain(prefill, request)}; {_explain(decode, request)}"
-    return Plan(decode.worker_id, prefill.worker_id, reason)
+    source = _source_for(prefill, request, holders)
+    if source is not None:
+        reason += f"; pulls up to token {source.num_tokens} from {source.worker_id}"
+    return Plan(decode.worker_id, prefill.worker_id, reason, source)
 
 
 def cached_prefix_tokens(worker: WorkerLoad, request: RequestShape) -> int:
@@ -111,6 +136,28 @@ def cached_prefix_tokens(worker: WorkerLoad, request: RequestShape) -> int:
         if request.block_hashes[index] not in worker.cached_blocks:
             return index * request.block_size
     return usable * request.block_size
+
+
+def _holders(
+    workers: Sequence[WorkerLoad], chosen: WorkerLoad, request: RequestShape
+) -> list[tuple[WorkerLoad, Source]]:
+    """Decode workers that can be pulled from, those that hold most first; of equal ones the one chosen to decode."""
+    if not request.allow_pull:
+        return []
+    ready = [w for w in workers if w.health is Health.READY and w.worker_id not in request.avoid]
+    holders = [(worker, Source(worker.worker_id, cached_prefix_tokens(worker, request))) for worker in ready]
+    return sorted(holders, key=lambda holder: (-holder[1].num_tokens, holder[0] is not chosen))
+
+
+def _source_for(
+    prefill: WorkerLoad, request: RequestShape, holders: Sequence[tuple[WorkerLoad, Source]]
+) -> Source | None:
+    """Whom this prefill worker should pull from; None when computing is cheaper."""
+    own = cached_prefix_tokens(prefill, request)
+    source = next((source for worker, source in holders if worker.layout == prefill.layout), None)
+    if source is None or source.num_tokens - own < MIN_PULL_BLOCKS * request.block_size:
+        return None
+    return source
 
 
 def _best_tier(workers: Sequence[WorkerLoad], avoid: frozenset[str], *, last_resort: bool) -> list[WorkerLoad]:
@@ -138,8 +185,11 @@ def _fits(worker: WorkerLoad, request: RequestShape) -> bool:
     return worker.blocks_available > missing // request.block_size
 
 
-def _prefill_cost(worker: WorkerLoad, request: RequestShape) -> float:
-    return worker.pending_tokens + request.num_tokens - cached_prefix_tokens(worker, request)
+def _prefill_cost(worker: WorkerLoad, request: RequestShape, holders: Sequence[tuple[WorkerLoad, Source]]) -> float:
+    own = cached_prefix_tokens(worker, request)
+    source = _source_for(worker, request, holders)
+    pulled = source.num_tokens - own if source is not None else 0
+    return worker.pending_tokens + request.num_tokens - own - pulled + pulled * TRANSFER_COST
 
 
 def _decode_cost(worker: WorkerLoad, request: RequestShape) -> float:

@@ -121,6 +121,19 @@ def _add_prefill_half(receipt: KVReceipt, done: PrefillDone) -> None:
     receipt.prefill_ms = done.prefill_ms
     receipt.transfer_ms = done.transfer_ms
     receipt.exposed_transfer_ms = done.exposed_transfer_ms
+    receipt.hidden_share = _hidden_share(done)
+    receipt.transport_detail = done.transport_detail
+    receipt.expected_transport = done.expected_transport
+    receipt.conversion = done.conversion
+    receipt.pulled_tokens = min(done.pulled_tokens, receipt.prefill_cached_tokens)
+    receipt.pull_ms = done.pull_ms
+
+
+def _hidden_share(done: PrefillDone) -> float:
+    """Share of the transfer that ran while prefill still computed; 0 when there was no transfer."""
+    if done.transfer_ms <= 0:
+        return 0.0
+    return 1.0 - min(max(done.exposed_transfer_ms / done.transfer_ms, 0.0), 1.0)
 
 
 def _add_decode_half(receipt: KVReceipt, done: DecodeDone) -> None:

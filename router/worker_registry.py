@@ -82,6 +82,7 @@ class AttachedWorker:
         "full",
         "in_flight",
         "index",
+        "layout",
         "load",
         "on_replaced",
         "pending_tokens",
@@ -90,8 +91,9 @@ class AttachedWorker:
         "suspect",
     )
 
-    def __init__(self, register: Register, now: float, on_replaced: Callable[[], None]) -> None:
+    def __init__(self, register: Register, layout: KVCacheLayout, now: float, on_replaced: Callable[[], None]) -> None:
         self.register = register
+        self.layout = layout
         self.on_replaced = on_replaced
         self.load = LoadReport(blocks_free=register.num_blocks)
         self.index = PrefixIndex(register.num_blocks)
@@ -156,7 +158,7 @@ class WorkerRegistry:
             _log.warning("worker %s attached again: its earlier stream is dropped", register.worker_id)
             self.detach(earlier)
             earlier.on_replaced()
-        worker = AttachedWorker(register, self._clock.now(), on_replaced)
+        worker = AttachedWorker(register, layout, self._clock.now(), on_replaced)
         self._workers[register.worker_id] = worker
         self._reference = layout
         _log.info("%s worker %s attached at %s", _ROLE_NAMES[register.role], register.worker_id, register.address)
@@ -302,6 +304,7 @@ class WorkerRegistry:
             pending_tokens=max(worker.pending_tokens, load.tokens_waiting),
             blocks_available=load.blocks_free + load.blocks_cached,
             full=worker.full,
+            layout=worker.layout,
         )
 
     def _view(self, worker: AttachedWorker) -> WorkerView:

@@ -8,9 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
+from decode_worker.export import ExportRequest
 from decode_worker.server import DecodeService
 from decode_worker.worker import AdmitRequest, CancelRequest, SessionClosed
-from kvferry_rpc.common_pb2 import Error, LogitBias, SamplingParams, TokenOutput
+from kvferry_rpc.common_pb2 import Error, KVCacheLayout, LogitBias, SamplingParams, TokenOutput
 from kvferry_rpc.internal_pb2 import (
     Admit,
     Cancel,
@@ -18,7 +19,9 @@ from kvferry_rpc.internal_pb2 import (
     DecodeDone,
     DecodeEvent,
     DecodeEvents,
+    Export,
     Hello,
+    Ticket,
     Tokens,
 )
 from kvferry_rpc.internal_pb2_grpc import DecodeWorkerStub, add_DecodeWorkerServicer_to_server
@@ -294,3 +297,21 @@ async def test_a_server_that_stops_closes_its_sessions(bench: Bench) -> None:
     await bench.server.stop(0)
     await bench.loop.wait(SessionClosed)
     assert bench.service.in_flight.count == 0
+
+
+async def test_an_export_reaches_the_engine_and_a_bad_or_refused_one_breaks_nothing(bench: Bench) -> None:
+    call = await bench.session()
+    ticket = Ticket(handoff_id="x", block_ids=[1, 2], layout=KVCacheLayout(block_size=4))
+    good = Export(request_id="r", attempt=1, prompt_token_ids=range(8), ticket=ticket, deadline_ms=500)
+    bad = Export(request_id="r", attempt=1, prompt_token_ids=range(7), ticket=ticket, deadline_ms=500)
+    await call.write(DecodeCommand(export=bad))
+    await call.write(DecodeCommand(export=good))
+    assert await bench.loop.wait(ExportRequest) == [ExportRequest(tuple(range(8)), b"", ticket, 100.5)]
+    bench.loop.refusal = KvferryError(ErrorCode.OVERLOADED, "full")
+    await call.write(DecodeCommand(export=good))
+    await call.write(admit())
+    (refused,) = await read(call)
+    assert refused.failed.code == ErrorCode.OVERLOADED
+    assert len(bench.loop.of(ExportRequest)) == 1
+    assert bench.service.in_flight.count == 0
+    call.cancel()

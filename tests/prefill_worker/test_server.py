@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvferry_rpc.common_pb2 import LogitBias, SamplingParams, TokenOutput
-from kvferry_rpc.internal_pb2 import PrefillDone, PrefillEvent, PrefillRequest, Ticket
+from kvferry_rpc.internal_pb2 import KVSource, PrefillDone, PrefillEvent, PrefillRequest, Ticket
 from kvferry_rpc.internal_pb2_grpc import PrefillWorkerStub, add_PrefillWorkerServicer_to_server
 from prefill_worker.server import PrefillService
 from prefill_worker.worker import Cancel, Submit
@@ -19,6 +19,7 @@ from runtime.grpc_life import GrpcServer, channel
 from tests.support.scripted_loop import LIMITS, SECRET, WAIT_S, ScriptedLoop
 
 FIRST = PrefillEvent(first_token=TokenOutput(token_id=7))
+PULL = PrefillEvent(pull=Ticket(handoff_id="wanted"))
 DONE = PrefillEvent(done=PrefillDone(transport="tcp"))
 FAILED = PrefillEvent(error=KvferryError(ErrorCode.HANDOFF_FAILED, "scripted").to_proto())
 Call = Any  # grpc.aio.UnaryStreamCall; generic in the stubs only
@@ -71,7 +72,7 @@ async def read_all(call: Call) -> list[PrefillEvent]:
         return [event async for event in call]
 
 
-@pytest.mark.parametrize("end", [[FIRST, DONE], [FIRST, FAILED], [FAILED]])
+@pytest.mark.parametrize("end", [[FIRST, DONE], [FIRST, FAILED], [FAILED], [PULL, FIRST, DONE], [PULL, FAILED]])
 async def test_a_call_ends_with_its_last_word_and_is_not_cancelled_then(bench: Bench, end: list[PrefillEvent]) -> None:
     call, submit = await bench.submitted()
     assert submit.ticket.handoff_id == submit.sequence.seq_id == "r/1/abc"
@@ -84,7 +85,16 @@ async def test_a_call_ends_with_its_last_word_and_is_not_cancelled_then(bench: B
     assert bench.loop.of(Cancel) == []
 
 
-@pytest.mark.parametrize("after", [[], [FIRST]])
+async def test_a_source_reaches_the_engine_if_there_is_one(bench: Bench) -> None:
+    source = KVSource(decode_worker="decode-0", num_tokens=16)
+    for given in (source, None):
+        call, submit = await bench.submitted(source=given)
+        assert submit.source == given
+        submit.reply(DONE)
+        assert await read_all(call) == [DONE]
+
+
+@pytest.mark.parametrize("after", [[], [FIRST], [PULL]])
 async def test_a_caller_that_hangs_up_cancels_its_own_call(bench: Bench, after: list[PrefillEvent]) -> None:
     call, submit = await bench.submitted()
     other, other_submit = await bench.submitted()  # with the same ticket

@@ -1,62 +1,12 @@
 """The prefill worker's handler, event by event, with a scripted sender."""
 
-from collections import deque
-from typing import Any
-
 import pytest
 
-from kvferry_rpc.internal_pb2 import PrefillEvent, Ticket
-from prefill_worker.worker import Cancel, PrefillWorker, Submit
-from runtime.clock import ManualClock
+from prefill_worker.worker import Cancel, Nudge
 from runtime.errors import ErrorCode, KvferryError
-from runtime.kv_event_log import KVEventLog
-from tests.support.scripted_handoffs import DIGEST, ScriptedSender
-from tests.support.toy_engine import ToyEngine, sequence
-from tests.support.toy_model import ToyModel
-
-MODEL = ToyModel()
-
-
-class Bench:
-    """A worker with blocks of 8 tokens and steps of 8; calls are numbered, and so are their hand-offs."""
-
-    def __init__(self, num_blocks: int = 16) -> None:
-        self.toy = ToyEngine(MODEL, num_blocks=num_blocks, token_budget=8, prefill_only=True)
-        self.inbox: deque[Any] = deque()
-        self.sender = ScriptedSender(self.toy.cache, self.inbox)
-        self.clock = ManualClock()
-        self.worker = PrefillWorker(self.toy.engine, self.sender, MODEL.num_layers, KVEventLog(), self.clock)  # type: ignore[arg-type]
-        self.sender.on_sent = self.worker.report_sent
-        self.heard: list[list[PrefillEvent]] = []
-
-    def submit(self, prompt: list[int], handoff_id: str, *, first_block: int = 0, blocks: int | None = None) -> Submit:
-        needed = -(-len(prompt) // 8) - first_block if blocks is None else blocks
-        ticket = Ticket(handoff_id=handoff_id, attempt=1, first_block=first_block, block_ids=range(needed))
-        events: list[PrefillEvent] = []
-        self.heard.append(events)
-        submit = Submit(sequence(handoff_id, prompt), ticket, self.clock.now(), 10.0, events.append)
-        self.worker.handle(submit)
-        return submit
-
-    def compute(self) -> None:
-        while self.worker.step():
-            self.sender.check()
-
-    def deliver(self) -> None:
-        while self.inbox:
-            self.worker.handle(self.inbox.popleft())
-
-    def kinds(self, call: int = 0) -> list[str | None]:
-        return [event.WhichOneof("kind") for event in self.heard[call]]
-
-    def error(self, call: int = 0) -> int:
-        return self.heard[call][-1].error.code
-
-    def assert_whole(self) -> None:
-        self.worker.tick(self.clock.now())
-        assert self.toy.engine.is_idle
-        self.toy.engine.check_integrity()
-
+from tests.support.prefill_bench import MODEL
+from tests.support.prefill_bench import PrefillBench as Bench
+from tests.support.scripted_handoffs import DIGEST
 
 PROMPT = list(range(1, 31))
 OTHER = list(range(31, 61))
@@ -230,4 +180,51 @@ def test_a_cached_prefix_is_pushed_once_whole_and_not_computed() -> None:
     bench.deliver()
     assert bench.heard[1][1].done.cached_tokens == 24
     assert bench.toy.engine.load().prompt_tokens_computed == len(PROMPT) + 1
+    bench.assert_whole()
+
+
+def test_a_sequence_whose_link_is_behind_waits_and_others_are_computed_meanwhile() -> None:
+    bench = Bench()
+    bench.submit(PROMPT, "a")
+    bench.submit(OTHER, "b")
+    bench.worker.step()
+    bench.sender.behind = {"a"}
+    bench.compute()
+    assert bench.kinds(0) == []
+    assert bench.kinds(1) == ["first_token"]
+    assert bench.toy.engine.load().prompt_tokens_computed == 8 + len(OTHER)
+    bench.sender.behind = set()
+    bench.worker.handle(Nudge())
+    bench.compute()
+    assert bench.kinds(0) == ["first_token"]
+    bench.sender.sent("a")
+    bench.sender.sent("b")
+    bench.deliver()
+    bench.assert_whole()
+
+
+def test_a_sequence_that_waits_for_its_link_can_be_cancelled() -> None:
+    bench = Bench()
+    submit = bench.submit(PROMPT, "a")
+    bench.worker.step()
+    bench.sender.behind = {"a"}
+    assert not bench.worker.step()
+    assert bench.worker.has_work
+    bench.worker.handle(Cancel(submit))
+    bench.sender.drain("a")
+    bench.deliver()
+    assert not bench.worker.has_work
+    bench.assert_whole()
+
+
+def test_a_ticket_may_be_for_blocks_of_another_size() -> None:
+    bench = Bench()
+    other = MODEL.layout(16).to_proto()
+    bench.submit(PROMPT, "a", blocks=4, layout=other)
+    assert bench.error() == ErrorCode.INVALID_REQUEST
+    bench.submit(PROMPT, "b", blocks=2, layout=other)
+    assert bench.kinds(1) == []
+    bench.worker.handle(Cancel(bench.calls[1]))
+    bench.sender.drain("b")
+    bench.deliver()
     bench.assert_whole()

@@ -106,8 +106,10 @@ async def test_a_slow_reader_gets_merged_batches() -> None:
         decode = await cluster.decode()
         stream = cluster.stream(cluster.request(max_tokens=50))
         got = await first_tokens(stream, 1)
+        session = cluster.links.decode_session("decode-0")
+        assert session is not None
         await decode.until(lambda: not decode.live)
-        await asyncio.sleep(0.2)  # The last messages are on the wire.
+        await cluster.until(lambda: not session.requests_in_flight)  # all is in the inbox, and not yet read
         batch = await anext(stream)
         assert isinstance(batch, TokenBatch)
         assert len(batch.tokens) > 20

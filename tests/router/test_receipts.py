@@ -23,6 +23,11 @@ def prefill_done(**changes: object) -> PrefillDone:
         "prefill_ms": 20.0,
         "transfer_ms": 8.0,
         "exposed_transfer_ms": 2.0,
+        "transport_detail": "rc_mlx5",
+        "expected_transport": "nixl",
+        "conversion": "dtype fp32 -> int8",
+        "pulled_tokens": 12,
+        "pull_ms": 3.0,
     }
     return PrefillDone(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -74,7 +79,23 @@ def test_each_side_fills_its_part_and_queue_time_runs_from_the_router_to_the_sta
         decode_ms=90.0,
         plan_reason="because",
         earlier_failures=["attempt 1: lost"],
+        transport_detail="rc_mlx5",
+        expected_transport="nixl",
+        conversion="dtype fp32 -> int8",
+        pulled_tokens=12,
+        pull_ms=3.0,
+        hidden_share=0.75,
     )
+
+
+@pytest.mark.parametrize(
+    ("transfer_ms", "exposed_ms", "share"), [(8.0, 0.0, 1.0), (8.0, 8.0, 0.0), (8.0, 9.0, 0.0), (0.0, 0.0, 0.0)]
+)
+def test_the_share_of_a_transfer_that_was_hidden_is_between_none_and_all(
+    transfer_ms: float, exposed_ms: float, share: float
+) -> None:
+    done = prefill_done(transfer_ms=transfer_ms, exposed_transfer_ms=exposed_ms)
+    assert merge("r", 40, record(REMOTE, done, decode_done()), []).hidden_share == share
 
 
 def test_every_field_of_a_receipt_is_filled_when_everything_happened() -> None:

@@ -20,6 +20,7 @@ from kvferry_rpc.internal_pb2 import (
     DecodeDone,
     DecodeEvent,
     DecodeEvents,
+    Export,
     PrefillDone,
     PrefillEvent,
     PrefillRequest,
@@ -106,13 +107,14 @@ class _Sequence:
 
 
 class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
-    """A decode worker. `admitted`, `cancelled` and `live` tell what the router asked for."""
+    """A decode worker. `admitted`, `cancelled`, `exports` and `live` tell what the router asked for."""
 
     def __init__(self, worker_id: str, fabric: Fabric) -> None:
         self.worker_id = worker_id
         self.incarnation = secrets.token_bytes(16)
         self.admitted: list[Admit] = []
         self.cancelled: list[tuple[str, int]] = []
+        self.exports: list[Export] = []
         self.live: dict[tuple[str, int], _Sequence] = {}
         self.sessions = 0
         self.changed = asyncio.Condition()
@@ -179,8 +181,12 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
 
     async def _commands(self, context: Any, outbox: "asyncio.Queue[DecodeEvent | None]") -> None:
         while (command := await context.read()) is not grpc.aio.EOF:
-            if command.WhichOneof("kind") == "admit":
+            kind = command.WhichOneof("kind")
+            if kind == "admit":
                 await self._admit(command.admit, outbox)
+            elif kind == "export":
+                self.exports.append(command.export)
+                await self._note()
             else:
                 key = (command.cancel.request_id, command.cancel.attempt)
                 self.cancelled.append(key)
@@ -275,6 +281,8 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
         self.compute_gate: asyncio.Event | None = None  # Computing waits for it.
         self.report_gate: asyncio.Event | None = None  # The KV is committed, then all reports wait for it.
         self.done_gate: asyncio.Event | None = None  # `done` waits for it.
+        self.pulls: list[Ticket] = []  # The next call, if it names a source, asks for this.
+        self.pulled_tokens = 0
         self.cached_tokens = 0
         self.first_token_offset = 0  # Not 0: this worker's first token is wrong.
         self._fabric = fabric
@@ -306,7 +314,7 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
         over = False
         try:
             async for event in self._events(request, context):
-                over = event.WhichOneof("kind") != "first_token"
+                over = event.WhichOneof("kind") in ("done", "error")
                 yield event
         finally:
             if not over:
@@ -318,6 +326,8 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
     async def _events(self, request: PrefillRequest, context: Any) -> AsyncIterator[PrefillEvent]:
         if self.statuses:
             await context.abort(self.statuses.pop(0), "scripted")
+        while self.pulls and request.HasField("source"):
+            yield PrefillEvent(pull=self.pulls.pop(0))
         if self.compute_gate is not None:
             await self.compute_gate.wait()
         if self.failures:
@@ -346,6 +356,7 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
                 prefill_ms=2,
                 transfer_ms=3,
                 exposed_transfer_ms=1,
+                pulled_tokens=self.pulled_tokens,
             )
         )
 

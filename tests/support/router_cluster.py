@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvferry_rpc.common_pb2 import SamplingParams
-from kvferry_rpc.internal_pb2 import LoadReport
+from kvferry_rpc.internal_pb2 import KVEvent, LoadReport
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.generation import GenerationRequest, TokenBatch, TokenEnd
 from router.metrics import RouterMetrics
@@ -75,6 +75,13 @@ class RouterCluster:
     def report(self, worker_id: str, **load: Any) -> None:
         """A load report of that worker arrives."""
         self.registry.report(self.attached[worker_id], LoadReport(**{"blocks_free": 64, **load}))
+
+    def caches(self, worker_id: str, prompt: Sequence[int], salt: bytes = b"") -> None:
+        """That worker's events say that it holds these tokens, and nothing else."""
+        hasher = self.registry.hasher
+        assert hasher is not None
+        names = hasher.hash_blocks(prompt, salt)
+        self.attached[worker_id].index.apply(0, True, [KVEvent(block_hash=name) for name in names])
 
     def request(
         self, prompt: Sequence[int] = PROMPT, max_tokens: int = 8, timeout_s: float = 20.0, **changes: Any

@@ -37,13 +37,14 @@ def _fill(cache: PagedCache, block_ids: Sequence[int], value: float) -> None:
 class ScriptedReceiver:
     """Stands for `HandoffReceiver`: a hand-off is live, then committed, or failed and after that fenced."""
 
-    def __init__(self, cache: PagedCache, inbox: "deque[Any]") -> None:
+    def __init__(self, cache: PagedCache, inbox: "deque[Any]", wrap: Callable[[Any], Any] = lambda e: e) -> None:
+        """`wrap` dresses an event for the inbox."""
         self.live: dict[str, Ticket] = {}
         self.failed: dict[str, Ticket] = {}  # not fenced yet: the writer may still write
         self.committed: set[str] = set()
         self.refuse_next: KvferryError | None = None
         self._cache = cache
-        self._inbox = inbox
+        self._put = lambda event: inbox.append(wrap(event))
         self._count = 0
 
     def reserve(
@@ -59,6 +60,7 @@ class ScriptedReceiver:
             first_block=first_block,
             block_ids=block_ids,
             lease_ms=num_tokens,  # a place to keep it
+            layout=self._cache.layout.to_proto(),
         )
         self.live[ticket.handoff_id] = ticket
         _fill(self._cache, block_ids, _MARK)
@@ -90,16 +92,16 @@ class ScriptedReceiver:
         self.committed.add(handoff_id)
         record = CommitRecord(num_tokens or ticket.lease_ms, first_token)
         stats = ReceiveStats("test", len(ticket.block_ids), 64, None, None, 0.0, 0.0, DIGEST, True)
-        self._inbox.append(Committed(handoff_id, record, stats))
+        self._put(Committed(handoff_id, record, stats))
 
     def fail(self, handoff_id: str, error: KvferryError) -> None:
         self.failed[handoff_id] = self.live.pop(handoff_id)
-        self._inbox.append(Failed(handoff_id, error))
+        self._put(Failed(handoff_id, error))
 
     def fence(self, handoff_id: str) -> None:
         self.check()
         del self.failed[handoff_id]
-        self._inbox.append(Fenced(handoff_id))
+        self._put(Fenced(handoff_id))
 
 
 @dataclass
@@ -116,13 +118,16 @@ class Outgoing:
 class ScriptedSender:
     """Stands for `HandoffSender`: Sent or Failed, then Drained. `on_sent` is called as a sender's thread would."""
 
-    def __init__(self, cache: PagedCache, inbox: "deque[Any]") -> None:
+    def __init__(self, cache: PagedCache, inbox: "deque[Any]", wrap: Callable[[Any], Any] = lambda e: e) -> None:
+        """`wrap` dresses an event for the inbox."""
         self.open_handoffs: dict[str, Outgoing] = {}
         self.refuse_next: Exception | None = None
-        self.on_sent: Callable[[Sent], None]
+        self.behind: set[str] = set()  # hand-offs whose link has too much to send already
+        self.records: dict[str, CommitRecord] = {}
+        self.on_sent: Callable[[Sent], None] = lambda event: None
         self.sent_at_once = False
         self._cache = cache
-        self._inbox = inbox
+        self._put = lambda event: inbox.append(wrap(event))
 
     def open(self, ticket: Ticket, num_tokens: int, deadline: float) -> None:
         refusal, self.refuse_next = self.refuse_next, None
@@ -144,6 +149,9 @@ class ScriptedSender:
             if len(seen) == self._cache.layout.num_layers:
                 outgoing.pushed[block_id] = _pages(self._cache, block_id)
 
+    def may_push(self, handoff_id: str) -> bool:
+        return handoff_id not in self.behind
+
     def commit(self, handoff_id: str, record: CommitRecord) -> None:
         outgoing = self.open_handoffs.get(handoff_id)
         if outgoing is None or outgoing.over:
@@ -152,6 +160,7 @@ class ScriptedSender:
             raise ValueError("committed already")
         assert len(outgoing.pushed) >= len(outgoing.ticket.block_ids), "committed, but not every block was pushed"
         outgoing.committed = True
+        self.records[handoff_id] = record
         if self.sent_at_once:
             self.sent(handoff_id)
 
@@ -174,15 +183,15 @@ class ScriptedSender:
         del self.open_handoffs[handoff_id]
         event = Sent(handoff_id, SendStats("test", 1, 64, 0.0, 0.0, 0.0, DIGEST))
         self.on_sent(event)
-        self._inbox.append(event)
-        self._inbox.append(Drained(handoff_id))
+        self._put(event)
+        self._put(Drained(handoff_id))
 
     def fail(self, handoff_id: str, error: KvferryError) -> None:
         self.open_handoffs[handoff_id].over = True
-        self._inbox.append(Failed(handoff_id, error))
+        self._put(Failed(handoff_id, error))
 
     def drain(self, handoff_id: str) -> None:
         """The last reader of a failed hand-off has left the pool."""
         self.check()
         del self.open_handoffs[handoff_id]
-        self._inbox.append(Drained(handoff_id))
+        self._put(Drained(handoff_id))

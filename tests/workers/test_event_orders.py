@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from decode_worker.worker import AdmitRequest, CancelRequest, DecodeWorker, SessionClosed, sequence_id
+from decode_worker.export import Exporter, ExportRequest
+from decode_worker.worker import AdmitRequest, CancelRequest, DecodeWorker, ExportEvent, SessionClosed, sequence_id
+from kv_cache.block_hash import BlockHasher
 from kv_transfer.events import Committed
 from kvferry_rpc.common_pb2 import TokenOutput
-from kvferry_rpc.internal_pb2 import DecodeEvent, PrefillEvent, Ticket
-from prefill_worker.worker import Cancel, PrefillWorker, Submit
+from kvferry_rpc.internal_pb2 import DecodeEvent, KVSource, PrefillEvent, Ticket
+from prefill_worker.pull import Puller
+from prefill_worker.worker import Cancel, PrefillWorker, PullEvent, Submit
 from runtime.clock import ManualClock
 from runtime.errors import ErrorCode, KvferryError
 from runtime.kv_event_log import KVEventLog
@@ -23,6 +26,8 @@ from tests.support.toy_engine import ToyEngine, sequence
 from tests.support.toy_model import VOCAB_SIZE, ToyModel
 
 MODEL = ToyModel()
+LAYOUT = MODEL.layout(8)
+HASHER = BlockHasher.for_layout(LAYOUT)
 STEPS = 250
 BASE = [(7 * i * i + 3 * i + 1) % (VOCAB_SIZE - 1) + 1 for i in range(48)]
 
@@ -45,9 +50,18 @@ class DecodeWorld:
             self.toy.cache.v(layer).zero_()
         self.inbox: deque[Any] = deque()
         self.receiver = ScriptedReceiver(self.toy.cache, self.inbox)
+        self.sender = ScriptedSender(self.toy.cache, self.inbox, ExportEvent)
         self.clock = ManualClock()
         self.log = KVEventLog()
-        self.worker = DecodeWorker(self.toy.engine, self.receiver, VOCAB_SIZE, self.log, self.clock)  # type: ignore[arg-type]
+        self.exported = 0
+        self.worker = DecodeWorker(
+            self.toy.engine,
+            self.receiver,  # type: ignore[arg-type]
+            Exporter(self.toy.engine, self.sender, LAYOUT),  # type: ignore[arg-type]
+            VOCAB_SIZE,
+            self.log,
+            self.clock,
+        )
         self.heard: dict[str, list[DecodeEvent]] = {}
         self.unwanted: set[str] = set()
         self.sessions = [1, 2, 3]
@@ -55,7 +69,7 @@ class DecodeWorld:
 
     def act(self) -> None:
         choices = [self.admit, self.cancel, self.deliver, self.deliver, self.deliver, self.step, self.step]
-        choices += [self.commit, self.commit, self.fail, self.fence, self.tick]
+        choices += [self.commit, self.commit, self.fail, self.fence, self.tick, self.export, self.end_export]
         if self.rng.random() < 0.02:
             choices = [self.close_session]
         self.rng.choice(choices)()
@@ -92,6 +106,24 @@ class DecodeWorld:
         self.unwanted.update(key for key in self.heard if key.startswith(f"{session}/"))
         self.inbox.append(SessionClosed(session))
 
+    def export(self) -> None:
+        name, blocks = f"x{self.rng.randrange(6)}", self.rng.randrange(1, 6)
+        first = self.rng.randrange(blocks)
+        ticket = Ticket(handoff_id=name, first_block=first, block_ids=range(blocks - first), layout=LAYOUT.to_proto())
+        self.inbox.append(ExportRequest(tuple(BASE[: 8 * blocks]), b"", ticket, self.clock.now() + 5.0))
+
+    def end_export(self) -> None:
+        for name, outgoing in self.rng.sample(list(self.sender.open_handoffs.items()), len(self.sender.open_handoffs)):
+            self.exported += outgoing.committed
+            if outgoing.over:
+                self.sender.drain(name)
+            elif self.rng.random() < 0.7:
+                self.sender.sent(name)
+            else:
+                self.sender.fail(name, KvferryError(ErrorCode.HANDOFF_FAILED, "scripted"))
+            if self.rng.random() < 0.5:
+                return
+
     def deliver(self) -> None:
         if self.inbox:
             self.worker.handle(self.inbox.popleft())
@@ -100,6 +132,7 @@ class DecodeWorld:
         if self.worker.has_work:
             self.worker.step()
         self.receiver.check()
+        self.sender.check()
 
     def tick(self) -> None:
         self.clock.advance(self.rng.random() * 0.2)
@@ -125,7 +158,14 @@ class DecodeWorld:
         """No more requests: every hand-off ends, everything is delivered, the rest is computed or times out."""
         for handoff_id in list(self.receiver.live):
             self.receiver.fail(handoff_id, KvferryError(ErrorCode.HANDOFF_FAILED, "scripted"))
-        while self.inbox or self.receiver.failed or self.receiver.live or self.worker.has_work:
+        while (
+            self.inbox
+            or self.receiver.failed
+            or self.receiver.live
+            or self.sender.open_handoffs
+            or self.worker.has_work
+        ):
+            self.end_export()
             for handoff_id in list(self.receiver.failed):
                 self.receiver.fence(handoff_id)
             for handoff_id in list(self.receiver.live):  # admitted only now
@@ -142,6 +182,7 @@ class DecodeWorld:
         assert not worker._outbox
         assert not self.worker.has_timers
         assert not self.receiver.committed, "a committed hand-off was never released"
+        assert not worker._exporter
         assert self.toy.engine.is_idle
         self.toy.engine.check_integrity()
         told = {block_hash for block_hash, _ in self.log.read(None, 0).changes}
@@ -159,12 +200,24 @@ class PrefillWorld:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.toy = ToyEngine(MODEL, num_blocks=7, token_budget=11, max_num_seqs=3, max_waiting=4, prefill_only=True)
+        self.toy = ToyEngine(
+            MODEL, num_blocks=rng.choice((7, 14)), token_budget=11, max_num_seqs=3, max_waiting=4, prefill_only=True
+        )
         self.inbox: deque[Any] = deque()
         self.sender = ScriptedSender(self.toy.cache, self.inbox)
         self.clock = ManualClock()
         self.log = KVEventLog()
-        self.worker = PrefillWorker(self.toy.engine, self.sender, MODEL.num_layers, self.log, self.clock)  # type: ignore[arg-type]
+        self.receiver = ScriptedReceiver(self.toy.cache, self.inbox, PullEvent)
+        self.names: dict[str, bytes] = {}  # of what each pull wants
+        self.pulled = 0
+        self.worker = PrefillWorker(
+            self.toy.engine,
+            self.sender,  # type: ignore[arg-type]
+            Puller(self.toy.engine, self.receiver, 64, self.clock),  # type: ignore[arg-type]
+            MODEL.num_layers,
+            self.log,
+            self.clock,
+        )
         self.sender.on_sent = self.worker.report_sent
         self.calls: list[Submit] = []
         self.heard: list[list[PrefillEvent]] = []
@@ -172,7 +225,7 @@ class PrefillWorld:
 
     def act(self) -> None:
         choices = [self.submit, self.cancel, self.deliver, self.deliver, self.deliver, self.step, self.step]
-        choices += [self.sent, self.sent, self.fail, self.tick]
+        choices += [self.sent, self.sent, self.fail, self.tick, self.end_pull, self.end_pull, self.hold_back]
         if self.rng.random() < 0.3:
             choices = [self.drain]
         self.sender.sent_at_once = self.rng.random() < 0.2
@@ -180,7 +233,13 @@ class PrefillWorld:
 
     def submit(self) -> None:
         number, prompt = len(self.calls), random_prompt(self.rng)
-        ticket = Ticket(handoff_id=f"h{number}", attempt=1, first_block=0, block_ids=range(-(-len(prompt) // 8)))
+        ticket = Ticket(
+            handoff_id=f"h{number}",
+            attempt=1,
+            first_block=0,
+            block_ids=range(-(-len(prompt) // 8)),
+            layout=LAYOUT.to_proto(),
+        )
         if self.calls and self.rng.random() < 0.2:
             again = self.rng.choice(self.calls[-4:])
             ticket, prompt = again.ticket, list(again.sequence.token_ids[: again.sequence.num_arrival_tokens])
@@ -192,8 +251,33 @@ class PrefillWorld:
         self.heard.append(events)
         deadline = self.clock.now() + self.rng.choice((0.5, 5.0, 50.0))
         seq = sequence(ticket.handoff_id, prompt)
-        self.calls.append(Submit(seq, ticket, self.clock.now(), deadline, events.append))
+        source = KVSource(decode_worker=f"d{self.rng.randrange(50)}", num_tokens=self.rng.choice((0, 8, 40)))
+        given = source if self.rng.random() < 0.6 else None
+
+        def reply(event: PrefillEvent) -> None:
+            events.append(event)
+            if event.WhichOneof("kind") == "pull":
+                wanted = event.pull.first_block + len(event.pull.block_ids)
+                self.names[event.pull.handoff_id] = HASHER.hash_blocks(prompt)[wanted - 1]
+
+        self.calls.append(Submit(seq, ticket, self.clock.now(), deadline, reply, given))
         self.inbox.append(self.calls[-1])
+
+    def end_pull(self) -> None:
+        if self.receiver.failed and self.rng.random() < 0.5:
+            self.receiver.fence(self.rng.choice(list(self.receiver.failed)))
+        elif self.receiver.live:
+            handoff_id = self.rng.choice(list(self.receiver.live))
+            if self.rng.random() < 0.8:
+                is_right = self.rng.random() < 0.8
+                self.receiver.commit(handoff_id, self.names[handoff_id] if is_right else b"another text")
+                self.pulled += is_right
+            else:
+                self.receiver.fail(handoff_id, KvferryError(ErrorCode.HANDOFF_FAILED, "scripted"))
+
+    def hold_back(self) -> None:
+        """Some links fall behind, others catch up."""
+        self.sender.behind = {key for key in self.sender.open_handoffs if self.rng.random() < 0.3}
 
     def cancel(self) -> None:
         if self.calls:
@@ -209,6 +293,7 @@ class PrefillWorld:
         if self.worker.has_work:
             self.worker.step()
         self.sender.check()
+        self.receiver.check()
 
     def tick(self) -> None:
         self.clock.advance(self.rng.random() * 0.2)
@@ -231,7 +316,15 @@ class PrefillWorld:
 
     def settle(self) -> None:
         """No more calls: everything is delivered and computed, every hand-off ends."""
-        while self.inbox or self.sender.open_handoffs or self.worker.has_work:
+        while (
+            self.inbox
+            or self.sender.open_handoffs
+            or self.receiver.live
+            or self.receiver.failed
+            or self.worker.has_work
+        ):
+            self.sender.behind = set()
+            self.end_pull()
             self.sent()
             self.drain()
             self.deliver()
@@ -242,6 +335,8 @@ class PrefillWorld:
         worker: Any = self.worker
         assert not worker._jobs
         assert not worker._unanswered
+        assert not worker._puller
+        assert not self.receiver.committed, "a committed pull was never released"
         assert not self.worker.has_timers
         assert self.toy.engine.is_idle
         self.toy.engine.check_integrity()
@@ -249,6 +344,7 @@ class PrefillWorld:
         assert told == set(self.toy.blocks.snapshot_hashes())
         for number, events in enumerate(self.heard):
             kinds = [event.WhichOneof("kind") for event in events]
+            kinds = kinds[kinds[:1] == ["pull"] :]
             allowed = [["error"], ["first_token", "done"], ["first_token", "error"]]
             if number in self.unwanted:
                 allowed += [[], ["first_token"]]
@@ -269,20 +365,26 @@ def test_no_order_of_events_breaks_a_worker_or_leaves_anything_held(
 
 def test_the_orders_tried_reach_every_kind_of_end() -> None:
     """The test above would prove little if its random worlds never committed, preempted, timed out or repeated."""
-    decode = DecodeWorld(random.Random(1))
-    prefill = PrefillWorld(random.Random(1))
-    committed = 0
-    for _ in range(6 * STEPS):
-        decode.act()
-        prefill.act()
-        committed += any(isinstance(event, Committed) for event in list(decode.inbox)[-1:])
-    decode.settle()
-    prefill.settle()
-    ends = {(event.WhichOneof("kind"), event.failed.code) for events in decode.heard.values() for event in events}
-    ends |= {(event.WhichOneof("kind"), event.error.code) for events in prefill.heard for event in events}
+    ends: set[tuple[str | None, int]] = set()
+    committed = pulled = exported = 0
+    for seed in range(4):
+        decode = DecodeWorld(random.Random(seed))
+        prefill = PrefillWorld(random.Random(seed))
+        for _ in range(3 * STEPS):
+            decode.act()
+            prefill.act()
+            committed += any(isinstance(event, Committed) for event in list(decode.inbox)[-1:])
+        decode.settle()
+        prefill.settle()
+        ends |= {(event.WhichOneof("kind"), event.failed.code) for told in decode.heard.values() for event in told}
+        ends |= {(event.WhichOneof("kind"), event.error.code) for told in prefill.heard for event in told}
+        pulled += prefill.pulled
+        exported += decode.exported
     for code in (ErrorCode.OVERLOADED, ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED):
         assert ("failed", code) in ends
         assert ("error", code) in ends
     assert ("error", ErrorCode.INVALID_REQUEST) in ends
     assert ("done", 0) in ends
     assert committed
+    assert pulled
+    assert exported

@@ -176,3 +176,20 @@ def test_an_answer_continued_by_another_attempt_is_the_answer_in_one_go(checkpoi
         rest = pair.run([*_TOKENS[:21], *begun], sampling, num_output_tokens=len(begun))
     assert begun + rest.token_ids == whole.token_ids
     assert [token.index for token in rest.tokens] == list(range(8, 20))
+
+
+def test_with_next_to_nothing_allowed_to_wait_for_the_link_every_prompt_is_still_sent_whole(
+    model: PreTrainedModel, checkpoint: Path, cache: Path
+) -> None:
+    with WorkerPair(checkpoint, cache, token_budget=8, max_backlog_bytes=1) as pair:
+        requests = []
+        for seed in range(4):
+            prompt = [seed + 3, *_TOKENS[:45]]
+            request = pair.admit(prompt, greedy(3))
+            ticket = request.ticket()
+            assert ticket is not None
+            pair.prefill_into(request, ticket)
+            requests.append((prompt, request))
+        outcomes = [(prompt, request.wait()) for prompt, request in requests]
+    for prompt, outcome in outcomes:
+        assert largest_difference(model, prompt, outcome) < _TOLERANCE
