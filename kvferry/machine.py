@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from kv_transfer import fingerprinter
 from kv_transfer.end_facts import has_library, importable_transports, rdma_devices, rdma_transports, why_no_rdma
 
 _GIB = 1024**3
@@ -61,7 +62,7 @@ class Finding:
 
 def examine(*, look_for_devices: bool = True) -> list[Finding]:
     """All findings, in the order to show them. Loading torch for the devices takes some seconds."""
-    findings = [_python(), _system(), _cpu(), *_memory(), *_limits(), *_packages(), *_transports(), *_models()]
+    findings = [_python(), _system(), _cpu(), *_memory(), *_limits(), *_packages(), *_transports(), _native(), *_models()]
     if look_for_devices:
         findings.append(_devices())
     return findings
@@ -183,6 +184,14 @@ def _rdma() -> Finding:
     if why:
         return Finding("rdma", Level.WARNING, why, "KV will go over plain networks although this host has RDMA")
     return Finding("rdma", Level.OK, f"{', '.join(devices)}, by {', '.join(rdma_transports(importable_transports()))}")
+
+
+def _native() -> Finding:
+    in_use, text = fingerprinter.describe_best()
+    if in_use:
+        return Finding("native helper", Level.OK, f"in use for copies and fingerprints of KV pages, with {text}")
+    remedy = "with a C compiler on the PATH: pip install --force-reinstall --no-deps kvferry (or --editable .)"
+    return Finding("native helper", Level.NOTE, f"not in use, KV moves slower: {text}", remedy)
 
 
 def _models() -> Iterator[Finding]:

@@ -23,6 +23,7 @@ import random
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 
+from kv_cache.layout import KVCacheLayout
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, TokenOutput
 from kvferry_rpc.internal_pb2 import Register
 from router import receipts
@@ -63,7 +64,8 @@ class _Run:
     arrived_at: float
     meter: RequestMeter
     output: list[int] = field(default_factory=list)  # Token ids given out so far.
-    block_hashes: list[bytes] = field(default_factory=list)  # Of prompt and output, as far as they were needed.
+    # Of prompt and output, as far as they were needed.
+    block_hashes: dict[KVCacheLayout, list[bytes]] = field(default_factory=dict)
     attempts: int = 0
     failures: int = 0  # Attempts that failed for another reason than want of room.
     failure_lines: list[str] = field(default_factory=list)
@@ -173,15 +175,14 @@ class Dispatcher:
         return Attempt(work, placement, session, stub, source, self._clock, self._room.wake)
 
     def _plan(self, run: _Run) -> Plan | NoPlan:
-        hasher = self._registry.hasher
-        if hasher is None:
-            return NoPlan("decode", False, "no worker is attached")
         tokens = (*run.request.prompt_token_ids, *run.output)
-        hasher.extend(run.block_hashes, tokens, run.request.cache_salt)
+        names = {}
+        for layout, hasher in self._registry.hashers.items():
+            names[layout] = run.block_hashes.setdefault(layout, [])
+            hasher.extend(names[layout], tokens, run.request.cache_salt)
         shape = RequestShape(
             num_tokens=len(tokens),
-            block_size=hasher.block_size,
-            block_hashes=run.block_hashes,
+            block_hashes=names,
             avoid=frozenset(run.avoid),
             allow_local=not self._limits.strict_handoff,
             allow_pull=self._limits.reuse_decode_kv,

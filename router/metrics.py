@@ -179,7 +179,9 @@ class _WorkerCollector(Collector):
             "kvferry_worker_requests_in_flight", "Requests of this router on a worker.", labels=["worker"]
         )
         refused = GaugeMetricFamily(
-            "kvferry_worker_tickets_refused", "Uses of tickets that a worker has refused in its life.", labels=["worker"]
+            "kvferry_worker_tickets_refused",
+            "Uses of tickets that a worker has refused in its life.",
+            labels=["worker"],
         )
         for view in views:
             for state, value in _blocks(view).items():

@@ -8,7 +8,7 @@ What a decode worker holds of a prompt and the prefill worker lacks (the last an
 pulled instead of computed, which costs a transfer.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -36,8 +36,8 @@ class WorkerLoad:
 
     `cached_blocks` is a hint of the block hashes in its prefix cache. `requests` counts sequences there,
     `pending_tokens` prompt tokens not yet computed; both include what this router sent a moment ago.
-    `full` means that it refused a request for want of room and nothing has changed since. `layout` is that of its
-    pool: only between equal ones do blocks of the same text have the same names and bytes.
+    `layout` is that of its pool: only between equal ones do blocks of the same text have the same names and bytes.
+    `full` means that it refused a request for want of room and nothing has changed since.
     """
 
     worker_id: str
@@ -46,8 +46,8 @@ class WorkerLoad:
     requests: int
     pending_tokens: int
     blocks_available: int
+    layout: KVCacheLayout
     full: bool = False
-    layout: KVCacheLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,13 @@ class ClusterLoad:
 class RequestShape:
     """What the policy needs to know of a request.
 
-    `block_hashes` names the full blocks of the prompt in order. `avoid` holds workers that failed this request
-    already: they are taken only when no other is left. Without `allow_local` a prefill worker is always used, without
-    `allow_pull` nothing is pulled from a decode worker.
+    `block_hashes` names the full blocks of the prompt in order, for each layout that a worker has. `avoid` holds
+    workers that failed this request already: they are taken only when no other is left. Without `allow_local` a
+    prefill worker is always used, without `allow_pull` nothing is pulled from a decode worker.
     """
 
     num_tokens: int
-    block_size: int
-    block_hashes: Sequence[bytes]
+    block_hashes: Mapping[KVCacheLayout, Sequence[bytes]]
     avoid: frozenset[str] = frozenset()
     allow_local: bool = True
     allow_pull: bool = True
@@ -131,11 +130,12 @@ def choose(cluster: ClusterLoad, request: RequestShape, turn: int) -> Plan | NoP
 
 def cached_prefix_tokens(worker: WorkerLoad, request: RequestShape) -> int:
     """Prompt tokens that the worker probably need not compute: whole blocks, and always fewer than the prompt has."""
-    usable = min(len(request.block_hashes), (request.num_tokens - 1) // request.block_size)
+    block_size, hashes = worker.layout.block_size, request.block_hashes[worker.layout]
+    usable = min(len(hashes), (request.num_tokens - 1) // block_size)
     for index in range(usable):
-        if request.block_hashes[index] not in worker.cached_blocks:
-            return index * request.block_size
-    return usable * request.block_size
+        if hashes[index] not in worker.cached_blocks:
+            return index * block_size
+    return usable * block_size
 
 
 def _holders(
@@ -155,7 +155,7 @@ def _source_for(
     """Whom this prefill worker should pull from; None when computing is cheaper."""
     own = cached_prefix_tokens(prefill, request)
     source = next((source for worker, source in holders if worker.layout == prefill.layout), None)
-    if source is None or source.num_tokens - own < MIN_PULL_BLOCKS * request.block_size:
+    if source is None or source.num_tokens - own < MIN_PULL_BLOCKS * prefill.layout.block_size:
         return None
     return source
 
@@ -182,7 +182,7 @@ def _cheapest(
 
 def _fits(worker: WorkerLoad, request: RequestShape) -> bool:
     missing = request.num_tokens - cached_prefix_tokens(worker, request)
-    return worker.blocks_available > missing // request.block_size
+    return worker.blocks_available > missing // worker.layout.block_size
 
 
 def _prefill_cost(worker: WorkerLoad, request: RequestShape, holders: Sequence[tuple[WorkerLoad, Source]]) -> float:

@@ -6,13 +6,14 @@ owner in one place, so a counter can neither leak nor be reset by anything else.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from kv_cache.block_hash import BlockHasher
 from kv_cache.layout import KVCacheLayout, LayoutVerdict
+from kv_transfer.convert import layout_refusal
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import KVEvents, LoadReport, Register, Role
 from router.policy import ClusterLoad, Health, WorkerLoad
@@ -135,7 +136,7 @@ class WorkerRegistry:
         self._silent_after_s = silent_after_s
         self._workers: dict[str, AttachedWorker] = {}
         self._listeners: list[RegistryListener] = []
-        self._reference: KVCacheLayout | None = None
+        self._hashers: dict[KVCacheLayout, BlockHasher] = {}
 
     # ---- the membership side ----
 
@@ -160,7 +161,7 @@ class WorkerRegistry:
             earlier.on_replaced()
         worker = AttachedWorker(register, layout, self._clock.now(), on_replaced)
         self._workers[register.worker_id] = worker
-        self._reference = layout
+        self._hashers.setdefault(layout, BlockHasher.for_layout(layout))
         _log.info("%s worker %s attached at %s", _ROLE_NAMES[register.role], register.worker_id, register.address)
         for listener in self._listeners:
             listener.worker_attached(register)
@@ -172,8 +173,8 @@ class WorkerRegistry:
         if not self.is_current(worker):
             return
         del self._workers[worker.register.worker_id]
-        if not self._workers:
-            self._reference = None
+        if not any(other.layout == worker.layout for other in self._workers.values()):
+            self._hashers.pop(worker.layout, None)
         _log.info("worker %s detached", worker.register.worker_id)
         for listener in self._listeners:
             listener.worker_detached(worker.register)
@@ -254,9 +255,9 @@ class WorkerRegistry:
         return ModelLimits(registers[0].vocab_size, min(register.max_context_tokens for register in registers))
 
     @property
-    def hasher(self) -> BlockHasher | None:
-        """Names the blocks of a prompt as the workers do. None while no worker is attached."""
-        return BlockHasher.for_layout(self._reference) if self._reference else None
+    def hashers(self) -> Mapping[KVCacheLayout, BlockHasher]:
+        """How the blocks of a prompt are named, for each layout that an attached worker has. Not to be changed."""
+        return self._hashers
 
     @property
     def ready(self) -> bool:
@@ -269,16 +270,15 @@ class WorkerRegistry:
     # ---- inside ----
 
     def _check_agrees(self, register: Register, layout: KVCacheLayout) -> None:
-        others = [w.register for w in self._workers.values() if w.register.worker_id != register.worker_id]
-        if not others or self._reference is None:
-            return
-        other = others[0]
-        match = layout.compare(self._reference)
-        if match.verdict is not LayoutVerdict.IDENTICAL:
-            raise invalid("layout", f"of {register.worker_id} differs from that of {other.worker_id}: {match}")
-        if register.vocab_size != other.vocab_size:
-            sizes = f"is {register.vocab_size} on {register.worker_id} and {other.vocab_size} on {other.worker_id}"
-            raise invalid("vocab_size", sizes)
+        for worker in self._workers.values():
+            other = worker.register
+            if other.worker_id == register.worker_id:
+                continue
+            if reason := _refusal(register, layout, worker):
+                raise invalid("layout", f"of {register.worker_id} does not go with {other.worker_id}: {reason}")
+            if register.vocab_size != other.vocab_size:
+                sizes = f"is {register.vocab_size} on {register.worker_id} and {other.vocab_size} on {other.worker_id}"
+                raise invalid("vocab_size", sizes)
 
     def _room_changed(self) -> None:
         for listener in self._listeners:
@@ -303,8 +303,8 @@ class WorkerRegistry:
             requests=max(worker.in_flight, sequences),
             pending_tokens=max(worker.pending_tokens, load.tokens_waiting),
             blocks_available=load.blocks_free + load.blocks_cached,
-            full=worker.full,
             layout=worker.layout,
+            full=worker.full,
         )
 
     def _view(self, worker: AttachedWorker) -> WorkerView:
@@ -316,6 +316,19 @@ class WorkerRegistry:
             requests_in_flight=worker.in_flight,
             index_blocks=len(worker.index.blocks),
         )
+
+
+def _refusal(register: Register, layout: KVCacheLayout, other: AttachedWorker) -> str:
+    """Why a worker does not go with one that is attached; empty if it does.
+
+    What a prefill worker computes must fit every decode worker, be it after a conversion. Two of one role never
+    exchange blocks, but must be of one model.
+    """
+    if register.role != other.register.role:
+        prefill_first = register.role == Role.PREFILL
+        return layout_refusal(*((layout, other.layout) if prefill_first else (other.layout, layout)))
+    match = layout.compare(other.layout)
+    return str(match) if match.verdict is LayoutVerdict.REFUSED else ""
 
 
 def _check_registration(register: Register) -> KVCacheLayout:

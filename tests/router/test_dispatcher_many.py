@@ -36,8 +36,7 @@ async def test_a_dead_worker_with_the_hottest_prefix_fails_nobody() -> None:
         await cluster.decode("decode-0")
         await cluster.decode("decode-1")
         hot, _ = await cluster.prefill("prefill-0"), await cluster.prefill("prefill-1")
-        hasher = cluster.registry.hasher
-        assert hasher is not None
+        (hasher,) = cluster.registry.hashers.values()
         cluster.attached["prefill-0"].index.apply(
             0, True, [KVEvent(block_hash=name) for name in hasher.hash_blocks(PROMPT)]
         )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_cache.layout import KVCacheLayout, KVDtype
 from router.policy import (
     ClusterLoad,
     Health,
@@ -19,10 +20,13 @@ from router.policy import (
 )
 
 BLOCK = 16
+LAYOUT = KVCacheLayout("m", "r", 2, 2, 8, BLOCK, KVDtype.FP32)
 
 
 def worker(name: str, **changes: object) -> WorkerLoad:
-    idle = WorkerLoad(name, Health.READY, frozenset(), requests=0, pending_tokens=0, blocks_available=1000)
+    idle = WorkerLoad(
+        name, Health.READY, frozenset(), requests=0, pending_tokens=0, blocks_available=1000, layout=LAYOUT
+    )
     return replace(idle, **changes)  # type: ignore[arg-type]
 
 
@@ -31,7 +35,7 @@ def hashes(count: int, family: str = "a") -> tuple[bytes, ...]:
 
 
 def shape(num_tokens: int = 100, **changes: object) -> RequestShape:
-    plain = RequestShape(num_tokens, BLOCK, hashes(num_tokens // BLOCK))
+    plain = RequestShape(num_tokens, {LAYOUT: hashes(num_tokens // BLOCK)})
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -169,7 +173,7 @@ def test_a_hot_prefix_is_spread_when_the_load_asks_for_it() -> None:
     hits = 0
     for turn in range(400):
         family = "hot" if turn % 10 else f"cold{turn}"
-        request = RequestShape(2048 + 40, BLOCK, hashes(128, family))
+        request = RequestShape(2048 + 40, {LAYOUT: hashes(128, family)})
         loads = tuple(worker(n, cached_blocks=frozenset(cached[n]), pending_tokens=pending[n]) for n in names)
         name = place(ClusterLoad(loads, (worker("d0"),)), request, turn).prefill_worker
         assert name is not None
@@ -177,7 +181,7 @@ def test_a_hot_prefix_is_spread_when_the_load_asks_for_it() -> None:
         hits += found > 0
         computed[name] += request.num_tokens - found
         pending[name] += request.num_tokens - found
-        cached[name].update(request.block_hashes)
+        cached[name].update(request.block_hashes[LAYOUT])
         pending = {n: max(0, tokens - 40) for n, tokens in pending.items()}
     assert max(computed.values()) <= 1.5 * computed.total() / len(names)
     assert hits > 0.6 * 400
@@ -188,7 +192,7 @@ def test_a_hot_prefix_is_spread_when_the_load_asks_for_it() -> None:
 def test_a_match_is_whole_blocks_and_leaves_a_token_to_compute(num_tokens: int, extra_blocks: int) -> None:
     # H030
     everything = worker("p0", cached_blocks=frozenset(hashes(10)))
-    request = RequestShape(num_tokens, BLOCK, hashes(num_tokens // BLOCK + extra_blocks))
+    request = RequestShape(num_tokens, {LAYOUT: hashes(num_tokens // BLOCK + extra_blocks)})
     matched = cached_prefix_tokens(everything, request)
     assert matched % BLOCK == 0
     assert matched <= num_tokens // BLOCK * BLOCK
@@ -205,6 +209,7 @@ _workers = st.lists(
         pending_tokens=st.integers(0, 5000),
         blocks_available=st.integers(0, 20),
         full=st.booleans(),
+    layout=st.just(LAYOUT),
     ),
     max_size=4,
     unique_by=lambda load: load.worker_id,
@@ -239,3 +244,14 @@ def test_every_decision_respects_health_room_and_determinism(
         source = {load.worker_id: load for load in prefill}[plan.prefill_worker]
         assert not source.full
         assert source.health is Health.READY or not allow_local
+
+
+def test_each_worker_s_cache_is_read_by_the_names_of_its_own_layout() -> None:
+    wide = replace(LAYOUT, block_size=2 * BLOCK)
+    request = shape(101, block_hashes={LAYOUT: hashes(6), wide: hashes(3, "wide")})
+    cached = frozenset(hashes(6)[:2]) | frozenset(hashes(3, "wide")[:1])
+    assert cached_prefix_tokens(worker("p", cached_blocks=cached), request) == 2 * BLOCK
+    assert cached_prefix_tokens(worker("d", cached_blocks=cached, layout=wide), request) == 2 * BLOCK
+    cached = frozenset(hashes(3, "wide"))
+    assert cached_prefix_tokens(worker("p", cached_blocks=cached), request) == 0
+    assert cached_prefix_tokens(worker("d", cached_blocks=cached, layout=wide), request) == 3 * 2 * BLOCK

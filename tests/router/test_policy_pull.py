@@ -33,7 +33,8 @@ def worker(name: str, cached_blocks: int = 0, **changes: object) -> WorkerLoad:
 def plan_for(
     prefill: tuple[WorkerLoad, ...], decode: tuple[WorkerLoad, ...], num_tokens: int = 200, **changes: object
 ) -> Plan:
-    request = replace(RequestShape(num_tokens, BLOCK, hashes(num_tokens // BLOCK)), **changes)  # type: ignore[arg-type]
+    names = {load.layout: hashes(num_tokens // load.layout.block_size) for load in (*prefill, *decode)}
+    request = replace(RequestShape(num_tokens, names), **changes)  # type: ignore[arg-type]
     plan = choose(ClusterLoad(prefill, decode), request, 0)
     assert isinstance(plan, Plan)
     return plan

@@ -46,8 +46,6 @@ def test_a_registration_that_makes_no_sense_is_refused_by_its_field(changes: dic
 @pytest.mark.parametrize(
     ("changes", "values"),
     [
-        ({"layout": layout(dtype="bf16")}, ("bf16", "fp32")),
-        ({"layout": layout(block_size=32)}, ("32", "16")),
         ({"layout": layout(model_revision="f" * 16)}, ("f" * 16, "0" * 16)),
         ({"layout": layout(num_layers=3)}, ("3", "2")),
         ({"vocab_size": 5000}, ("5000", "1000")),
@@ -70,12 +68,30 @@ def test_a_model_can_be_exchanged_once_all_its_workers_are_gone() -> None:
     first = attach(registry, "d0")
     registry.detach(first)
     assert registry.limits is None
-    assert registry.hasher is None
+    assert not registry.hashers
     attach(registry, "d0", layout=layout(model_revision="f" * 16), vocab_size=5000)
     assert registry.limits == ModelLimits(5000, 512)
-    hasher = registry.hasher
-    assert hasher is not None
-    assert hasher.model_revision == "f" * 16
+    assert [hasher.model_revision for hasher in registry.hashers.values()] == ["f" * 16]
+
+
+def test_workers_whose_blocks_can_be_converted_go_together_and_each_layout_has_its_names() -> None:
+    registry = WorkerRegistry(ManualClock())
+    attach(registry, "p0", Role.PREFILL)
+    attach(registry, "p1", Role.PREFILL, layout=layout(dtype="bf16"))
+    wide = attach(registry, "d0", layout=layout(block_size=32))
+    assert sorted(hasher.block_size for hasher in registry.hashers.values()) == [16, 16, 32]
+    assert {view.layout.block_size for view in registry.cluster_load().decode} == {32}
+    registry.detach(wide)
+    assert [hasher.block_size for hasher in registry.hashers.values()] == [16, 16]
+
+
+def test_a_decode_worker_whose_heads_no_prefill_worker_has_whole_is_refused() -> None:
+    registry = WorkerRegistry(ManualClock())
+    heads = {"total_kv_heads": 4, "num_kv_heads": 2}
+    attach(registry, "p0", Role.PREFILL, layout=layout(**heads, kv_head_start=0))
+    attach(registry, "d0", layout=layout(**heads, kv_head_start=0))
+    with pytest.raises(KvferryError, match="does not go with p0"):
+        attach(registry, "d1", layout=layout(**heads, kv_head_start=1))
 
 
 def test_the_context_is_that_of_the_smallest_worker() -> None:

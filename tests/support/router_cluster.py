@@ -78,8 +78,7 @@ class RouterCluster:
 
     def caches(self, worker_id: str, prompt: Sequence[int], salt: bytes = b"") -> None:
         """That worker's events say that it holds these tokens, and nothing else."""
-        hasher = self.registry.hasher
-        assert hasher is not None
+        hasher = self.registry.hashers[self.attached[worker_id].layout]
         names = hasher.hash_blocks(prompt, salt)
         self.attached[worker_id].index.apply(0, True, [KVEvent(block_hash=name) for name in names])
 
