@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,29 @@ def test_every_short_prompt_says_the_same_with_other_blocks_another_transport_an
     rows = _verify(options, variants)
     assert len(rows) == 1 + 2 * 2 + 2
     assert [row for row in rows if not row.good] == []
+
+
+@pytest.mark.parametrize("name", ["16, ucx", "16, nixl", "16 to 32, shm", "32 to 16, tcp"])
+def test_every_third_prompt_says_the_same_over_other_libraries_and_between_unequal_blocks(
+    tmp_path: Path, name: str
+) -> None:
+    options = _options(str(TINY_REAL), tmp_path, read_prompts(PROMPTS)[::3], 24)
+    (variant,) = (v for v in standard_variants(prompt_lengths(options), 24) if name in v.name)
+    rows = _verify(replace(options, with_transformers=False), [variant])
+    assert len(rows) == 2 * 2
+    assert [row for row in rows if not row.good] == []
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_fewer_bits_on_the_wire_are_reported_and_cost_little(tmp_path: Path, name: str) -> None:
+    options = _options(str(TINY_REAL), tmp_path, read_prompts(PROMPTS)[::9], 24)
+    (variant,) = (v for v in standard_variants(prompt_lengths(options), 24) if name in v.name)
+    rows = _verify(replace(options, with_transformers=False), [variant])
+    assert len(rows) == 2 * 2
+    for row in rows:
+        assert row.good, row.notes
+        assert row.lossy
+        assert row.equal_token_share > 0.5
+        # Not zero, or nothing was lost on the wire; and small, or the scales are wrong.
+        assert row.logprob_error_mean is not None
+        assert 0 < row.logprob_error_mean < 0.25
