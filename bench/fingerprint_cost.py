@@ -22,7 +22,9 @@ from bench.common.harness import BenchmarkError, Better, Options, Report, summar
 from kv_cache.layout import KVCacheLayout, KVDtype
 from kv_transfer import fingerprint
 from kv_transfer.events import CommitRecord, Drained, SendEvent, Sent
+from kv_transfer.fingerprinter import best_fingerprinter
 from kv_transfer.identity import Identity
+from kv_transfer.pages import PageRun, PagesAt
 from kv_transfer.region import MemoryRegion
 from kv_transfer.sender import HandoffSender
 from runtime.clock import SystemClock
@@ -51,7 +53,14 @@ class Ends:
         self._pool, self._copy = pool.buffer, copy.buffer
         self._events: queue.SimpleQueue[SendEvent] = queue.SimpleQueue()
         identity = Identity("bench-prefill", b"p" * 16, peers.SECRET, layout, pool)
-        self._sender = HandoffSender(identity, forced=_TRANSPORT, clock=SystemClock(), on_event=self._events.put)
+        self._fingerprinter = peers.SwitchedFingerprinter()
+        self._sender = HandoffSender(
+            identity,
+            forced=_TRANSPORT,
+            clock=SystemClock(),
+            on_event=self._events.put,
+            fingerprinter=self._fingerprinter,
+        )
 
     def close(self) -> None:
         """End the link and its thread."""
@@ -63,6 +72,7 @@ class Ends:
         Raises BenchmarkError if one does not, or if the two ends would not agree on the fingerprints.
         """
         self._source = source
+        self._destination = destination
         self._sources = peers.block_views(self._pool, self._layout, source)
         self._copies = peers.block_views(self._copy, self._layout, destination)
         self._size_bytes = len(source) * self._layout.block_bytes
@@ -74,21 +84,21 @@ class Ends:
             if self._peer.digest() != expected:
                 raise BenchmarkError(f"a hand-off did not bring the content, checked: {checked}")
         self.copy_gb_s()
-        if self.fingerprints(self._copies) != self.fingerprints(self._sources):
+        if self.fingerprints(self._copy, destination) != self.fingerprints(self._pool, source):
             raise BenchmarkError("the copy and its source have different fingerprints")
 
-    def fingerprints(self, parts: Sequence[memoryview]) -> bytes:
+    def fingerprints(self, pool: memoryview, block_ids: Sequence[int]) -> bytes:
         """The digest of a hand-off of all blocks, as either end computes it."""
         layout = self._layout
-        seeds = fingerprint.page_seeds(_SEED, range(len(parts)), range(layout.num_layers))
-        pages = fingerprint.pages(parts, layout.page_bytes, seeds)
+        run = PageRun(range(len(block_ids)), range(layout.num_layers))
+        pages = best_fingerprinter().fingerprints(PagesAt.in_pool(run, layout, pool, block_ids), _SEED)
         return fingerprint.digest(fingerprint.fold_blocks(pages, layout.num_layers, _SEED))
 
     def fingerprints_gb_s(self) -> float:
         """How fast content is fingerprinted at both ends, one after the other."""
         began = time.perf_counter()
-        self.fingerprints(self._sources)
-        self.fingerprints(self._copies)
+        self.fingerprints(self._pool, self._source)
+        self.fingerprints(self._copy, self._destination)
         return self._gb_s(began)
 
     def copy_gb_s(self) -> float:
@@ -102,7 +112,7 @@ class Ends:
     def hand_off_gb_s(self, checked: bool) -> float:
         """How fast a hand-off brings it, with or without fingerprints. Raises BenchmarkError if it fails."""
         self._peer.check(checked)
-        peers.set_fingerprints(checked)
+        self._fingerprinter.enabled = checked
         try:
             ticket, _ = self._peer.reserve()
             num_tokens = len(self._source) * _BLOCK_SIZE
@@ -116,7 +126,7 @@ class Ends:
                 raise BenchmarkError(f"a hand-off failed: {event}")
             return speed
         finally:
-            peers.set_fingerprints(True)
+            self._fingerprinter.enabled = True
 
     def _gb_s(self, began: float) -> float:
         return self._size_bytes / (time.perf_counter() - began) / 1e9

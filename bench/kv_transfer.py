@@ -1,4 +1,4 @@
-"""How fast KV blocks reach the pool of another process, beside a plain copy, a raw socket, naive gRPC and the libraries.
+"""How fast KV blocks reach the pool of another process, beside a copy, a raw socket, naive gRPC and plain libraries.
 
 Two processes, page-aligned pools, scattered blocks of 16 tokens and 24 layers, checksums on. A hand-off takes from
 `HandoffSender.open` to the receiver's word that the content is verified; its ticket is made before.
@@ -59,9 +59,7 @@ _WAIT_S = 120.0
 class Sender:
     """This process: a pool of random content, and every way of bringing blocks of it to the peer's pool."""
 
-    def __init__(
-        self, peer: peers.Peer, pool: MemoryRegion, copy: MemoryRegion, transports: Sequence[str]
-    ) -> None:
+    def __init__(self, peer: peers.Peer, pool: MemoryRegion, copy: MemoryRegion, transports: Sequence[str]) -> None:
         """`copy` is where the plain copy goes; it has the size of the pool."""
         self.transports = transports
         self._peer = peer
@@ -75,8 +73,11 @@ class Sender:
             for name in transports
         }
         self._plain = PlainWays(peer, pool, copy, [name for name in transports if name in OWN_LIBRARY])
-        ways = {**{name: functools.partial(self.hand_off, name) for name in transports}, **self._plain.by_name}
-        self.ways: dict[str, Callable[[], float]] = {name: ways[name] for name in _ORDER if name in ways}
+        ways: dict[str, Callable[[], float]] = {
+            **{name: functools.partial(self.hand_off, name) for name in transports},
+            **self._plain.by_name,
+        }
+        self.ways = {name: ways[name] for name in _ORDER if name in ways}
 
     def close(self) -> None:
         """End the links and their threads."""

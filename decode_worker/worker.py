@@ -5,8 +5,8 @@ Life of a request here:
 1. `AdmitRequest` comes from a router's session. Blocks are reserved for what the prefix cache lacks and for the first
    new token; the answer is the ticket. No room: OVERLOADED at once.
 2. A prefill worker fills the blocks. The engine does not look at them (RECEIVING).
-3. `Committed`: every block was verified, nobody can write any more. The sequence runs, with the first token that the
-   prefill worker sampled.
+3. `Committed`: every block was verified, nobody can write any more. The router hears of it first; then the sequence
+   runs, with the first token that the prefill worker sampled.
 4. Each step gives each running sequence one token. The tokens of a step leave in one message a session.
 5. Finished: the blocks go back (full ones stay in the prefix cache), the router gets this half of the receipt.
 
@@ -27,7 +27,7 @@ from decode_worker.export import Exporter, ExportRequest
 from engine.engine import Engine, EngineLoad, SequenceOutput
 from engine.sequence import FinishReason, Sequence
 from engine.wire import finish_reason, publish_cache_changes, token_output, token_sample
-from kv_transfer.events import Committed, Failed, Fenced, SendEvent
+from kv_transfer.events import Committed, Failed, Fenced, ReceiveStats, SendEvent
 from kv_transfer.receiver import HandoffReceiver
 from kvferry_rpc import common_pb2, internal_pb2
 from runtime.clock import Clock
@@ -216,6 +216,7 @@ class DecodeWorker:
             self._stop(seq_id, KvferryError(ErrorCode.HANDOFF_FAILED, f"the commit record is not usable: {error}"))
             return
         if output is not None:
+            self._emit(job, verified=_verified(job.cached_tokens, event.stats))
             self._on_output(output)
 
     def _on_handoff_failed(self, event: Failed) -> None:
@@ -278,7 +279,7 @@ class DecodeWorker:
             done.tokens_recomputed = seq.arrival_tokens_computed
             done.checksum_verified = commit.stats.verified
             done.checksum = commit.stats.digest
-            done.commit_ms = (commit.stats.verified_at - commit.stats.commit_received_at) * 1e3
+            done.commit_ms = _commit_ms(commit.stats)
         return done
 
     # ---- the ways out --------------------------------------------------------------------------------------------
@@ -303,6 +304,7 @@ class DecodeWorker:
         job: _Job,
         *,
         ticket: internal_pb2.Ticket | None = None,
+        verified: internal_pb2.HandoffVerified | None = None,
         tokens: internal_pb2.Tokens | None = None,
         done: internal_pb2.DecodeDone | None = None,
         failed: common_pb2.Error | None = None,
@@ -311,6 +313,7 @@ class DecodeWorker:
             request_id=job.admit.request_id,
             attempt=job.admit.attempt,
             ticket=ticket,
+            verified=verified,
             tokens=tokens,
             done=done,
             failed=failed,
@@ -347,3 +350,20 @@ class DecodeWorker:
 
     def view(self) -> DecodeView:
         return DecodeView(self._engine.load(), self._committed, self._failed, self._bytes_received)
+
+
+def _verified(cached_tokens: int, stats: ReceiveStats) -> internal_pb2.HandoffVerified:
+    return internal_pb2.HandoffVerified(
+        cached_tokens=cached_tokens,
+        checksum_verified=stats.verified,
+        checksum=stats.digest,
+        commit_ms=_commit_ms(stats),
+        transport=stats.transport,
+    )
+
+
+def _commit_ms(stats: ReceiveStats) -> float:
+    """Pages are fingerprinted as they land, so what is left to the end is the commit: from the last of them on."""
+    if stats.last_write_at is None:
+        return 0.0
+    return (stats.verified_at - stats.last_write_at) * 1e3

@@ -11,7 +11,7 @@ Scales (fp16, `[kv_heads, block_size]` each) exist only for the quantised dtypes
 pad rounds a page up to 256 bytes. Everything here is immutable; any thread may call.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kv_cache.block_hash import HASH_VERSION
@@ -92,6 +92,8 @@ class KVCacheLayout:
     total_kv_heads: int | None = None
     axis_order: str = AXIS_ORDER
     hash_version: int = HASH_VERSION
+    # Worked out once: it is asked for with every block that moves.
+    _page_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.total_kv_heads is None:
@@ -112,6 +114,8 @@ class KVCacheLayout:
                 f"kv heads {self.kv_head_start}..{self.kv_head_end - 1} do not lie within the model's "
                 f"{self.model_kv_heads} kv heads"
             )
+        used = self.v_scale_offset + self._scale_bytes
+        object.__setattr__(self, "_page_bytes", -(-used // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES)
 
     @property
     def model_kv_heads(self) -> int:
@@ -164,8 +168,7 @@ class KVCacheLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of one block of one layer: the smallest unit of transfer. A multiple of 256."""
-        used = self.v_scale_offset + self._scale_bytes
-        return -(-used // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
+        return self._page_bytes
 
     @property
     def block_bytes(self) -> int:

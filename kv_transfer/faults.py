@@ -79,7 +79,7 @@ class PayloadFaults:
         return any(fault is not None for fault in (plan.corrupt_at_post, plan.skip_block, plan.swap_blocks))
 
     def post(self, size_bytes: int) -> int:
-        """Count a write of this size. Waits if the link is throttled; raises TransportError if it is the one to fail."""
+        """Count a write of this size; wait if the link is throttled. Raises TransportError if it is the one to fail."""
         with self._lock:
             self._posts += 1
             number = self._posts

@@ -16,9 +16,9 @@ from kv_transfer.records import MAX_FIRST_TOKEN_BYTES, CommitRecord, ReceiveStat
 class InboundHandoff:
     """One inbound hand-off.
 
-    `seed`: of its fingerprints. `written` and `fingerprints` (bool and uint64, [block, layer]): which pages lie in the
-    pool, whole, and what they were when they had landed. `receiving`: a payload is landing, or being looked at, right
-    now. `sealed`: the commit that ended all writing.
+    `number`: of the Open that bound it to its link. `seed`: of its fingerprints. `written` and `fingerprints` (bool and
+    uint64, [block, layer]): which pages lie in the pool, whole, and what they were when they had landed. `receiving`: a
+    payload is landing, or being looked at, right now. `sealed`: the commit that ended all writing.
     """
 
     handoff_id: str
@@ -32,6 +32,7 @@ class InboundHandoff:
     state: HandoffState = HandoffState.RESERVED
     link: int | None = None
     transport: str = ""
+    number: int = 0
     one_sided: bool = False
     receiving: bool = False
     sealed: Commit | None = None

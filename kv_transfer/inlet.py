@@ -3,13 +3,13 @@
 from kv_transfer.attachment import Attachment
 from kv_transfer.convert import requantise
 from kv_transfer.fingerprint import Fingerprints
-from kv_transfer.fingerprinter import Fingerprinter, Place
+from kv_transfer.fingerprinter import Fingerprinter
 from kv_transfer.identity import Identity
 from kv_transfer.link import Link
 from kv_transfer.messages import Write
-from kv_transfer.pages import PagesAt, max_write_bytes
+from kv_transfer.pages import PagesAt, max_write_bytes, run_of
 from kv_transfer.region import MemoryRegion, RegionError
-from kv_transfer.transport import LinkError
+from kv_transfer.transport import FingerprintingReader, LinkError
 
 
 class Inlet:
@@ -40,18 +40,20 @@ class Inlet:
         nothing lands any more, unless the transport is one-sided.
         """
         size = self._size_of(message)
-        blocks = range(message.block_index, message.block_index + len(message.block_ids))
-        layers = range(message.layer, message.layer + message.num_layers)
-        pages = landing = PagesAt.in_pool(self._pool, self._layout, message.block_ids, layers)
+        run = run_of(message)
+        pages = landing = PagesAt.in_pool(run, self._layout, self._pool, message.block_ids)
         if self._wire != self._layout:
-            landing = PagesAt.in_order(self._staged(size), len(blocks))
-        self._reader.read(size, announced_bytes, landing.views(), self._io_timeout_s)
-        found: Fingerprints = ()
-        if self._fingerprinter is not None:
-            found = self._fingerprinter.fingerprints(landing, Place(seed, blocks, layers))
+            landing = PagesAt.in_order(run, self._wire, self._staged(size))
+        found = self._read(announced_bytes, landing, seed)
         if landing is not pages:
             requantise(self._wire, self._layout, landing.memory, pages.views())
         return found
+
+    def _read(self, announced_bytes: int, into: PagesAt, seed: int) -> Fingerprints:
+        if self._fingerprinter is not None and isinstance(self._reader, FingerprintingReader):
+            return self._reader.read_pages(announced_bytes, into, seed, self._fingerprinter, self._io_timeout_s)
+        self._reader.read(into.size_bytes, announced_bytes, into.views(), self._io_timeout_s)
+        return () if self._fingerprinter is None else self._fingerprinter.fingerprints(into, seed)
 
     def skip(self, message: Write, announced_bytes: int) -> None:
         """Throw the payload of a Write away. Raises LinkError."""

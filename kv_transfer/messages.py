@@ -102,19 +102,24 @@ class Settled(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Bind a hand-off to this link. The fields repeat the ticket; `transport` is the one the bytes will take."""
+    """Bind a hand-off to this link. The fields repeat the ticket; `transport` is the one the bytes will take.
+
+    `number` is another one in every Open of a sender.
+    """
 
     handoff_id: str
     attempt: int
     incarnation: bytes
     secret: bytes
     transport: str
+    number: int = 0
 
 
 class Opened(Message, frozen=True):
-    """The hand-off is bound to this link: writes may begin."""
+    """The hand-off is bound to this link by the Open of that number: writes may begin."""
 
     handoff_id: str
+    number: int = 0
 
 
 class Refused(Message, frozen=True):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kv_cache.layout import KVCacheLayout
 from kv_transfer.convert import describe
 from kv_transfer.handoff import HandoffState
-from kv_transfer.pages import PageRun, split
+from kv_transfer.pages import USUAL_WRITE_BYTES, PageRun, split
 from kv_transfer.records import CommitRecord, SendStats
 
 
@@ -26,9 +26,10 @@ class OutboundHandoff:
     """One outbound hand-off. Block indices count from the start of the prompt; pages are kept block by block.
 
     `layout` is that of the receiver's pool, `pool` that of the local one (None: the same), `num_tokens` the prompt's
-    (None: the receiver's blocks are full) and `length` what it comes to. `wire`, the layout of pages on their way, is
-    known once the link is ready; it differs from `layout` in dtype at most.
-    `source`: the local block of each local prompt block pushed so far. `asked`: the Open has been posted.
+    (None: the receiver's blocks are full) and `length` what it comes to. `wire`, the layout of pages on their way, and
+    `write_bytes`, the size of a write, are known once the link is ready; `wire` differs from `layout` in dtype at most.
+    `source`: the local block of each local prompt block pushed so far. `asked`: the Open of that `number` has been
+    posted.
     `writing`: the link's writer thread is using this hand-off and the local pool, for `num_taken` pages.
     `fingerprints` (uint64, [page]): of the pages on the wire, as far as they were taken.
     `num_waiting`: pages to be written, those included. The table counts both.
@@ -48,6 +49,7 @@ class OutboundHandoff:
     num_tokens: int | None = None
     state: HandoffState = HandoffState.RESERVED
     asked: bool = False
+    number: int = 0
     queued: bool = False
     writing: bool = False
     record: CommitRecord | None = None
@@ -59,6 +61,7 @@ class OutboundHandoff:
     digest: bytes = b""
     num_waiting: int = 0
     num_taken: int = 0
+    write_bytes: int = field(default=USUAL_WRITE_BYTES, init=False)
     wire: KVCacheLayout = field(init=False)
     length: int = field(init=False)
     source: dict[int, int] = field(default_factory=dict, init=False)
@@ -141,7 +144,7 @@ class OutboundHandoff:
             while self._runs and (longer := run.joined(self._runs[0])) is not None:
                 run = longer
                 self._runs.popleft()
-            self._pieces.extend(split(run, self.wire))
+            self._pieces.extend(split(run, self.wire, self.write_bytes))
         return self._pieces.popleft() if self._pieces else None
 
     def mark_written(self, run: PageRun, now: float) -> None:
@@ -220,6 +223,10 @@ class OutboundHandoff:
             self._arrived[start : start + len(run.layers)] = b"\1" * len(run.layers)
 
     def _mark(self, pages: bytearray, run: PageRun) -> None:
+        if len(run.layers) == self.layout.num_layers:
+            start = self.page_number(run.blocks.start, 0)
+            pages[start : start + run.num_pages] = b"\1" * run.num_pages
+            return
         for block_index in run.blocks:
             start = self.page_number(block_index, run.layers.start)
             pages[start : start + len(run.layers)] = b"\1" * len(run.layers)

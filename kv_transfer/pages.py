@@ -7,9 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_cache.layout import KVCacheLayout
+from kv_transfer.messages import Write
 
-MAX_WRITE_BYTES = 4 * 1024 * 1024
-"""Largest payload of one write, unless a single page is larger. Bounds how long a write can hold a link or a fence."""
+MAX_WRITE_BYTES = 16 * 1024 * 1024
+"""Largest payload of one write, unless a single page is larger. Bounds how long a write can hold a link or a fence:
+messages wait for it, so it must pass well within a lease and the I/O timeout, which a link of 5 MB/s still does."""
+
+USUAL_WRITE_BYTES = 4 * 1024 * 1024
+"""Large enough where a write costs no more than a frame; larger, the receiver's look at it would begin later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +38,30 @@ class PageRun:
         return None
 
 
+def run_of(message: Write) -> PageRun:
+    """The pages that a Write names."""
+    blocks = range(message.block_index, message.block_index + len(message.block_ids))
+    return PageRun(blocks, range(message.layer, message.layer + message.num_layers))
+
+
 def max_write_bytes(layout: KVCacheLayout) -> int:
     """The bound on a payload that both ends of a link with this layout keep."""
     return max(MAX_WRITE_BYTES, layout.page_bytes)
 
 
-def split(run: PageRun, layout: KVCacheLayout) -> Iterator[PageRun]:
-    """Pieces of the run that fit one write, in order: several blocks a piece, or a part of the layers of one block."""
-    pages = max(1, MAX_WRITE_BYTES // layout.page_bytes)
-    blocks_a_piece = max(1, pages // len(run.layers))
-    for first in range(run.blocks.start, run.blocks.stop, blocks_a_piece):
-        blocks = range(first, min(first + blocks_a_piece, run.blocks.stop))
-        for layer in range(run.layers.start, run.layers.stop, pages):
-            yield PageRun(blocks, range(layer, min(layer + pages, run.layers.stop)))
+def split(run: PageRun, layout: KVCacheLayout, write_bytes: int) -> Iterator[PageRun]:
+    """Pieces of the run of at most one write, in order: several blocks a piece, or a part of the layers of one block.
+
+    A write has at most `write_bytes`, unless a single page is larger.
+    """
+    return _pieces(run, write_bytes // layout.page_bytes)
 
 
 def spans(layout: KVCacheLayout, block_ids: Sequence[int], layers: range) -> list[tuple[int, int]]:
     """(offset, size) in bytes of the run's pages in a pool, neighbours merged. All ids must be in range."""
     # Worked out once: this is asked for thousands of blocks at a time.
     block_bytes, start = layout.block_bytes, layout.page_offset(0, layers.start)
-    starts = [layout.page_offset(block_id, layers.start) for block_id in block_ids]
+    starts = [block_id * block_bytes + start for block_id in block_ids]
     return _merged(starts, len(layers) * layout.page_bytes)
 
 
@@ -63,36 +72,54 @@ def views(pool: memoryview, layout: KVCacheLayout, block_ids: Sequence[int], lay
 
 @dataclass(frozen=True, slots=True)
 class PagesAt:
-    """Where the pages of a run lie: at each of `offsets` (int64, bytes, [block]) in `memory` begin those of one block.
+    """The pages of a run and where they lie: those of its n-th block at `offsets[n]` in `memory`, layer behind layer.
 
-    They are `size_each` bytes, layer behind layer. Valid as long as whoever made it says.
+    `offsets` are int64, in bytes, [block]. Valid as long as whoever made it says.
     """
 
+    run: PageRun
+    page_bytes: int
     memory: memoryview
     offsets: npt.NDArray[np.int64]
-    size_each: int
 
     @classmethod
-    def in_pool(cls, pool: memoryview, layout: KVCacheLayout, block_ids: Sequence[int], layers: range) -> "PagesAt":
-        """These blocks of a pool."""
-        offsets = np.array(block_ids, np.int64) * layout.block_bytes + layers.start * layout.page_bytes
-        return cls(pool, offsets, len(layers) * layout.page_bytes)
+    def in_pool(cls, run: PageRun, layout: KVCacheLayout, pool: memoryview, block_ids: Sequence[int]) -> "PagesAt":
+        """In these blocks of a pool. All ids must be in range."""
+        offsets = np.array(block_ids, np.int64) * layout.block_bytes + run.layers.start * layout.page_bytes
+        return cls(run, layout.page_bytes, pool, offsets)
 
     @classmethod
-    def in_order(cls, memory: memoryview, num_blocks: int) -> "PagesAt":
-        """Block behind block, filling `memory`."""
-        size_each = memory.nbytes // num_blocks
-        return cls(memory, np.arange(num_blocks, dtype=np.int64) * size_each, size_each)
+    def in_order(cls, run: PageRun, layout: KVCacheLayout, memory: memoryview) -> "PagesAt":
+        """Block behind block from the start of `memory`."""
+        offsets = np.arange(len(run.blocks), dtype=np.int64) * (len(run.layers) * layout.page_bytes)
+        return cls(run, layout.page_bytes, memory, offsets)
 
     @property
     def size_bytes(self) -> int:
         """Of all pages."""
-        return len(self.offsets) * self.size_each
+        return self.run.num_pages * self.page_bytes
 
     def views(self) -> list[memoryview]:
         """The bytes in order, as few slices as possible."""
-        spans = _merged(self.offsets.tolist(), self.size_each)
+        spans = _merged(self.offsets.tolist(), len(self.run.layers) * self.page_bytes)
         return [self.memory[offset : offset + size] for offset, size in spans]
+
+    def parts(self, max_bytes: int) -> "Iterator[PagesAt]":
+        """The same pages in the same order, in parts of at most this size, unless a single page is larger."""
+        for run in _pieces(self.run, max_bytes // self.page_bytes):
+            first = run.blocks.start - self.run.blocks.start
+            skipped = (run.layers.start - self.run.layers.start) * self.page_bytes
+            offsets = self.offsets[first : first + len(run.blocks)]
+            yield PagesAt(run, self.page_bytes, self.memory, offsets + skipped if skipped else offsets)
+
+
+def _pieces(run: PageRun, max_pages: int) -> Iterator[PageRun]:
+    pages = max(1, max_pages)
+    blocks_a_piece = max(1, pages // len(run.layers))
+    for first in range(run.blocks.start, run.blocks.stop, blocks_a_piece):
+        blocks = range(first, min(first + blocks_a_piece, run.blocks.stop))
+        for layer in range(run.layers.start, run.layers.stop, pages):
+            yield PageRun(blocks, range(layer, min(layer + pages, run.layers.stop)))
 
 
 def _merged(starts: Sequence[int], size_each: int) -> list[tuple[int, int]]:

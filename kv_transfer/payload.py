@@ -6,7 +6,7 @@ from kv_cache.layout import KVCacheLayout
 from kv_transfer import fingerprint
 from kv_transfer.convert import PageConverter
 from kv_transfer.faults import PayloadFaults
-from kv_transfer.fingerprinter import Fingerprinter, Place, best_fingerprinter
+from kv_transfer.fingerprinter import Fingerprinter, best_fingerprinter
 from kv_transfer.identity import Identity
 from kv_transfer.messages import Write
 from kv_transfer.outbound import OutboundHandoff
@@ -62,22 +62,21 @@ class PagePusher:
 
         Raises LinkError or TransportError; then the rest is not written.
         """
-        pages = self._pages(handoff, run.blocks, run.layers)
-        place = Place(fingerprint.seed(handoff.handoff_id, handoff.attempt), run.blocks, run.layers)
+        pages = self._pages(handoff, run, run.blocks)
+        seed = fingerprint.seed(handoff.handoff_id, handoff.attempt)
         if isinstance(writer, FingerprintingWriter) and not self._faults.change_content:
             self._faults.post(pages.size_bytes)
-            message = _write_of(handoff, run)
-            found = writer.write_pages(message, pages, place, self._fingerprinter, self._io_timeout_s)
+            found = writer.write_pages(_message(handoff, run), pages, seed, self._fingerprinter, self._io_timeout_s)
             handoff.note_fingerprints(run, found)
             written.append(run)
             return
-        handoff.note_fingerprints(run, self._fingerprinter.fingerprints(pages, place))
+        handoff.note_fingerprints(run, self._fingerprinter.fingerprints(pages, seed))
         for part in self._faults.parts(run):
-            blocks = [self._instead_of(handoff, index) for index in part.blocks]
-            if blocks != list(run.blocks):
-                pages = self._pages(handoff, blocks, part.layers)
-            source = self._faults.payload(self._faults.post(pages.size_bytes), pages.views())
-            writer.write(_write_of(handoff, part), source, self._io_timeout_s)
+            sources = [self._instead_of(handoff, index) for index in part.blocks]
+            if sources != list(run.blocks):
+                pages = self._pages(handoff, part, sources)
+            content = self._faults.payload(self._faults.post(pages.size_bytes), pages.views())
+            writer.write(_message(handoff, part), content, self._io_timeout_s)
             written.append(part)
 
     def fold(self, handoff: OutboundHandoff) -> tuple[tuple[int, ...], bytes]:
@@ -86,16 +85,15 @@ class PagePusher:
         checksums = fingerprint.fold_blocks(handoff.fingerprints, self._layout.num_layers, base_seed)
         return checksums, fingerprint.digest(checksums)
 
-    def _pages(self, handoff: OutboundHandoff, blocks: Sequence[int], layers: range) -> PagesAt:
-        """Pages as they go out, block by block. Valid until the next call for this link."""
+    def _pages(self, handoff: OutboundHandoff, run: PageRun, sources: Sequence[int]) -> PagesAt:
+        """What goes out as the pages of `run`, taken from prompt blocks `sources`. Valid until the link's next call."""
         if not handoff.converts:
-            local = [handoff.source[index] for index in blocks]
-            return PagesAt.in_pool(self._memory.buffer, self._layout, local, layers)
-        size = len(blocks) * len(layers) * handoff.wire.page_bytes
-        into = self._staging[handoff.link].buffer[:size]
+            local = [handoff.source[index] for index in sources]
+            return PagesAt.in_pool(run, self._layout, self._memory.buffer, local)
+        into = self._staging[handoff.link].buffer[: run.num_pages * handoff.wire.page_bytes]
         converter = PageConverter(self._layout, handoff.wire)
-        converter.fill(self._memory.buffer, handoff.source, blocks, layers, handoff.length, into)
-        return PagesAt.in_order(into, len(blocks))
+        converter.fill(self._memory.buffer, handoff.source, sources, run.layers, handoff.length, into)
+        return PagesAt.in_order(run, handoff.wire, into)
 
     def _instead_of(self, handoff: OutboundHandoff, block_index: int) -> int:
         """The block whose content goes where that of `block_index` belongs: another one only by a planned fault."""
@@ -104,7 +102,7 @@ class PagePusher:
         return other if sources and all(index in handoff.source for index in sources) else block_index
 
 
-def _write_of(handoff: OutboundHandoff, run: PageRun) -> Write:
+def _message(handoff: OutboundHandoff, run: PageRun) -> Write:
     first = run.blocks.start - handoff.first_block
     return Write(
         handoff_id=handoff.handoff_id,

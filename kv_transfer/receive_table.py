@@ -162,9 +162,10 @@ class ReceiveTable:
             return [*self._refuse(link, message.handoff_id, kind), Post(link, Refused(message.handoff_id, reason))]
         if handoff.state is HandoffState.RESERVED:
             handoff.state = advance(handoff.state, HandoffState.TRANSFERRING)
-            handoff.link, handoff.transport, handoff.one_sided = link, transport, one_sided
+            handoff.link, handoff.number = link, message.number
+            handoff.transport, handoff.one_sided = transport, one_sided
             handoff.lease_expires_at = now + self._lease_s
-        return [Post(link, Opened(handoff.handoff_id))]
+        return [Post(link, Opened(handoff.handoff_id, handoff.number))]
 
     def begin_write(self, link: int, message: Write, now: float) -> tuple[int | None, list[Effect]]:
         """The seed for its fingerprints if the payload may land; `end_write` must follow. None: throw it away.
@@ -307,8 +308,9 @@ class ReceiveTable:
             return Refusal.OTHER_ATTEMPT, f"the ticket is for attempt {handoff.attempt}, not {message.attempt}"
         if handoff.link not in (None, link):
             return Refusal.OTHER_LINK, "the ticket was used already"
-        if handoff.state not in LIVE or handoff.sealed is not None:
-            return Refusal.UNKNOWN, "the ticket was used already"
+        over = handoff.state not in LIVE or handoff.sealed is not None
+        if over or (handoff.link == link and handoff.number != message.number):
+            return Refusal.REUSED, "the ticket was used already"
         if message.transport != transport:
             return Refusal.OTHER_TRANSPORT, f"this link carries payload by {transport}, not by {message.transport}"
         return None

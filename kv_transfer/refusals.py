@@ -26,6 +26,8 @@ class Refusal(Enum):
     OTHER_ATTEMPT = "other_attempt"
     OTHER_LINK = "other_link"
     """Used on a link that has not opened it, or that was not the first: replayed, or somebody else's."""
+    REUSED = "reused"
+    """Opened on this link before. A second hand-off by the same ticket could take the answers to the first."""
     OTHER_TRANSPORT = "other_transport"
     """Asks for another transport than the link's."""
     OUTSIDE = "outside"

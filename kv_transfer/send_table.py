@@ -42,7 +42,7 @@ from kv_transfer.messages import (
     Renewed,
 )
 from kv_transfer.outbound import OutboundHandoff
-from kv_transfer.pages import PageRun
+from kv_transfer.pages import USUAL_WRITE_BYTES, PageRun
 from kv_transfer.records import CommitRecord
 from kvferry_rpc.common_pb2 import ErrorCode
 
@@ -65,6 +65,7 @@ class _LinkState:
     detail: str = ""
     expected: str = ""
     wire: KVCacheLayout | None = None
+    write_bytes: int = USUAL_WRITE_BYTES
     unanswered_since: float = math.inf
     queue: deque[OutboundHandoff] = field(default_factory=deque)
     untold: list[tuple[OutboundHandoff, Failure]] = field(default_factory=list)
@@ -78,6 +79,7 @@ class SendTable:
         self._answer_timeout_s = answer_timeout_s
         self._handoffs: dict[str, OutboundHandoff] = {}
         self._links: dict[int, _LinkState] = {}
+        self._num_opens = 0
 
     def __len__(self) -> int:
         return len(self._handoffs)
@@ -211,15 +213,18 @@ class SendTable:
         detail: str = "",
         expected: str = "",
         wire: KVCacheLayout | None = None,
+        write_bytes: int = USUAL_WRITE_BYTES,
     ) -> list[Effect]:
         """The peer is greeted and its transport chosen: ask for everything that waited.
 
         `detail` and `expected` are for the receipts. `wire`: the layout of pages on this link, if not the receiver's.
+        `write_bytes`: how large its writes should be.
         """
         state = self._links.get(link)
         if state is None:
             return []
         state.transport, state.detail, state.expected, state.wire = transport, detail, expected, wire
+        state.write_bytes = write_bytes
         untold, state.untold = state.untold, []
         effects: list[Effect] = [Post(link, m) for handoff, why in untold for m in _late_abort(handoff, why, transport)]
         return effects + [effect for handoff in self._of_link(link) for effect in self._ask(handoff, now)]
@@ -241,7 +246,7 @@ class SendTable:
         if handoff.state not in LIVE:
             return []
         if isinstance(message, Opened):
-            return self._opened(handoff)
+            return self._opened(handoff, message)
         if isinstance(message, Accepted):
             return self._accepted(handoff, now)
         if isinstance(message, Refused):
@@ -300,11 +305,11 @@ class SendTable:
             return self._fail(
                 handoff, Failure(f"the ticket is not for the decode worker's pool: {refusal}"), tell=False
             )
-        handoff.asked = True
+        self._num_opens += 1
+        handoff.asked, handoff.number, handoff.write_bytes = True, self._num_opens, link.write_bytes
         handoff.renew_at = now + self._renew_interval(handoff)
         room = self._set_wire(handoff, link.wire or handoff.layout)
-        ask = Open(handoff.handoff_id, handoff.attempt, handoff.incarnation, handoff.secret, link.transport)
-        return [*room, Post(handoff.link, ask)]
+        return [*room, Post(handoff.link, _open(handoff, link.transport))]
 
     def _enqueue(self, handoff: OutboundHandoff) -> list[Effect]:
         if handoff.queued or not handoff.has_work:
@@ -313,8 +318,9 @@ class SendTable:
         self._links[handoff.link].queue.append(handoff)
         return [Wake(handoff.link)]
 
-    def _opened(self, handoff: OutboundHandoff) -> list[Effect]:
-        if handoff.state is not HandoffState.RESERVED or not handoff.asked:
+    def _opened(self, handoff: OutboundHandoff, message: Opened) -> list[Effect]:
+        """The answer to another Open is late: that hand-off, by the same ticket, was given up and fenced."""
+        if handoff.state is not HandoffState.RESERVED or not handoff.asked or message.number != handoff.number:
             return []
         handoff.state = advance(handoff.state, HandoffState.TRANSFERRING)
         return self._enqueue(handoff)
@@ -372,5 +378,10 @@ class SendTable:
 
 def _late_abort(handoff: OutboundHandoff, failure: Failure, transport: str) -> tuple[Open, Abort, Fence]:
     """Tells a peer that holds a place for a hand-off that was given up before it was opened: it need not wait."""
-    open_ = Open(handoff.handoff_id, handoff.attempt, handoff.incarnation, handoff.secret, transport)
-    return open_, Abort(handoff.handoff_id, failure.code, failure.message), Fence(handoff.handoff_id)
+    gives_up = Abort(handoff.handoff_id, failure.code, failure.message)
+    return _open(handoff, transport), gives_up, Fence(handoff.handoff_id)
+
+
+def _open(handoff: OutboundHandoff, transport: str) -> Open:
+    ticket = handoff.handoff_id, handoff.attempt, handoff.incarnation, handoff.secret
+    return Open(*ticket, transport, handoff.number)

@@ -153,9 +153,10 @@ class HandoffSender:
         ticket does not ask for are ignored; so is a hand-off that is over. A block that comes from elsewhere than
         before fails it. Raises ValueError out of range, or after `commit`. Any thread.
         """
+        num_blocks = self._identity.num_blocks
         for block_id in block_ids:
-            if not 0 <= block_id < self._identity.num_blocks:
-                raise ValueError(f"block {block_id} is outside the pool of {self._identity.num_blocks} blocks")
+            if not 0 <= block_id < num_blocks:
+                raise ValueError(f"block {block_id} is outside the pool of {num_blocks} blocks")
         self._run(lambda: self._table.push(handoff_id, first_block, block_ids, layers))
 
     def backlog_bytes(self, handoff_id: str) -> int:
@@ -276,7 +277,13 @@ class HandoffSender:
             now, view = self._clock.now(), outlet.view
             self._apply(
                 self._table.link_ready(
-                    link.number, transport.name, now, detail=view.detail, expected=view.expected, wire=outlet.wire()
+                    link.number,
+                    transport.name,
+                    now,
+                    detail=view.detail,
+                    expected=view.expected,
+                    wire=outlet.wire(),
+                    write_bytes=transport.write_bytes,
                 )
             )
         self._deliver()

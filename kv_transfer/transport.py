@@ -13,11 +13,11 @@ small enough (pages.MAX_WRITE_BYTES) to wait for.
 
 import abc
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kv_cache.layout import KVCacheLayout
-from kv_transfer.fingerprinter import Fingerprinter, PageFingerprints, Place
+from kv_transfer.fingerprinter import Fingerprinter, PageFingerprints
 from kv_transfer.messages import Write
 from kv_transfer.pages import PagesAt
 from kv_transfer.region import MemoryRegion
@@ -48,6 +48,11 @@ class Channel(Protocol):
 
     def send(self, message: bytes, payload: Sequence[memoryview], timeout_s: float) -> None:
         """Send one frame, whole, within the time. Raises LinkError."""
+
+    def send_parts(
+        self, message: bytes, payload_bytes: int, parts: Iterable[Sequence[memoryview]], timeout_s: float
+    ) -> None:
+        """As `send`, with a payload of this size that is made part by part as it goes. Raises LinkError."""
 
     def receive(self, *, max_message_bytes: int, max_payload_bytes: int, timeout_s: float | None) -> tuple[bytes, int]:
         """Wait for a frame (for ever if None); return its message and the size of its payload, still to be received.
@@ -115,9 +120,9 @@ class FingerprintingWriter(PayloadWriter):
 
     @abc.abstractmethod
     def write_pages(
-        self, message: Write, source: PagesAt, place: Place, fingerprinter: Fingerprinter, timeout_s: float
+        self, message: Write, source: PagesAt, seed: int, fingerprinter: Fingerprinter, timeout_s: float
     ) -> PageFingerprints:
-        """As `write`; returns the fingerprints of `source`, whose pages are those that `message` and `place` name."""
+        """As `write`, of the pages that `message` names; returns their fingerprints, taken from `source`."""
 
 
 class PayloadReader(Protocol):
@@ -140,6 +145,16 @@ class PayloadReader(Protocol):
         """On return nothing that this end asked for can land any more. When no thread is inside. Idempotent."""
 
 
+class FingerprintingReader(PayloadReader):
+    """A reader whose thread itself touches the pages that come, and can fingerprint them in the same pass."""
+
+    @abc.abstractmethod
+    def read_pages(
+        self, announced_bytes: int, into: PagesAt, seed: int, fingerprinter: Fingerprinter, timeout_s: float
+    ) -> PageFingerprints:
+        """As `read`; returns the fingerprints of the pages as they lie in `into`."""
+
+
 Ask = Callable[[bytes], bytes]
 """Proposes a transport: sends its data to the peer, gives the peer's back. Raises TransportUnavailable, LinkError."""
 
@@ -154,6 +169,10 @@ class Transport(Protocol):
     @property
     def one_sided(self) -> bool:
         """Whether bytes land without the receiver's help, so that only the sender knows when none is under way."""
+
+    @property
+    def write_bytes(self) -> int:
+        """How large a write should be where there is that much to write; at most pages.MAX_WRITE_BYTES."""
 
     def offer(self, pool: MemoryRegion) -> bytes | None:
         """Receiver: what a sender needs to reach this pool, at most 4 KiB; None when it cannot be reached this way."""

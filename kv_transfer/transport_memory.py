@@ -5,10 +5,11 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kv_cache.layout import KVCacheLayout
 from kv_transfer.faults import FaultPlan, MessageFaults
+from kv_transfer.pages import USUAL_WRITE_BYTES
 from kv_transfer.region import MemoryRegion
 from kv_transfer.transport import (
     Ask,
@@ -174,6 +175,11 @@ class _MemoryChannel:
     def send(self, message: bytes, payload: Sequence[memoryview], timeout_s: float) -> None:
         self._out.put(message, b"".join(payload), timeout_s)
 
+    def send_parts(
+        self, message: bytes, payload_bytes: int, parts: Iterable[Sequence[memoryview]], timeout_s: float
+    ) -> None:
+        self.send(message, [view for part in parts for view in part], timeout_s)
+
     def receive(self, *, max_message_bytes: int, max_payload_bytes: int, timeout_s: float | None) -> tuple[bytes, int]:
         message, payload = self._in.get(timeout_s)
         check_sizes(
@@ -216,6 +222,7 @@ class _DirectTransport:
 
     name = "memory"
     one_sided = True
+    write_bytes = USUAL_WRITE_BYTES
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

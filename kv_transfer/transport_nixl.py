@@ -33,6 +33,7 @@ class NixlTransport:
 
     name = "nixl"
     one_sided = True
+    write_bytes = MAX_WRITE_BYTES  # Each costs a description of all pieces and a round trip at its end.
 
     def __init__(self, bind_host: str) -> None:
         """Load the library: its UCX listens at the interface of this address alone. Raises ValueError if missing."""

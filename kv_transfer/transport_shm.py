@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kv_cache.layout import KVCacheLayout
-from kv_transfer.fingerprinter import Fingerprinter, PageFingerprints, Place
+from kv_transfer.fingerprinter import Fingerprinter, PageFingerprints
 from kv_transfer.messages import Write
-from kv_transfer.pages import PagesAt
+from kv_transfer.pages import USUAL_WRITE_BYTES, PagesAt, run_of
 from kv_transfer.region import MemoryRegion, RegionError
 from kv_transfer.transport import (
     Ask,
@@ -27,6 +27,7 @@ class ShmTransport:
 
     name = "shm"
     one_sided = True
+    write_bytes = USUAL_WRITE_BYTES
 
     def offer(self, pool: MemoryRegion) -> bytes | None:
         """The region's descriptor; None for private memory."""
@@ -77,18 +78,17 @@ class PoolWriter(FingerprintingWriter):
         self._tell(message, timeout_s)
 
     def write_pages(
-        self, message: Write, source: PagesAt, place: Place, fingerprinter: Fingerprinter, timeout_s: float
+        self, message: Write, source: PagesAt, seed: int, fingerprinter: Fingerprinter, timeout_s: float
     ) -> PageFingerprints:
-        """Fingerprint and copy. Raises as `write`."""
-        found = fingerprinter.copy(source, self._target(message), place)
+        """Fingerprint and copy in one pass. Raises as `write`."""
+        found = fingerprinter.copy(source, self._target(message), seed)
         self._tell(message, timeout_s)
         return found
 
     def _target(self, message: Write) -> PagesAt:
         if not all(0 <= block_id < self._num_blocks for block_id in message.block_ids):
             raise TransportError(f"the ticket names blocks outside the peer's pool of {self._num_blocks} blocks")
-        layers = range(message.layer, message.layer + message.num_layers)
-        return PagesAt.in_pool(self._pool, self._layout, message.block_ids, layers)
+        return PagesAt.in_pool(run_of(message), self._layout, self._pool, message.block_ids)
 
     def _tell(self, message: Write, timeout_s: float) -> None:
         # The peer reads the pages only after this message has gone through the kernel, twice: a barrier on any CPU.

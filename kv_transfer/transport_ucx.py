@@ -22,6 +22,7 @@ writes. So it is over when they are known to be out; see UcxPort.deliver. ucx_po
 a failure.
 """
 
+import bisect
 import hashlib
 import itertools
 import logging
@@ -33,14 +34,18 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from kv_cache.layout import PAGE_ALIGNMENT_BYTES, KVCacheLayout
+from kv_transfer.fingerprinter import Fingerprinter, PageFingerprints
 from kv_transfer.messages import Write
-from kv_transfer.pages import MAX_WRITE_BYTES
+from kv_transfer.pages import MAX_WRITE_BYTES, PagesAt
 from kv_transfer.region import MemoryRegion
 from kv_transfer.transport import (
     Ask,
     Channel,
+    FingerprintingReader,
+    FingerprintingWriter,
     LinkError,
     PayloadReader,
     PayloadWriter,
@@ -55,11 +60,16 @@ MAX_PIECES = MAX_WRITE_BYTES // PAGE_ALIGNMENT_BYTES
 """Of one write: as if every page were the smallest there is, and none had a neighbour."""
 
 _OFFER = b"ucx 1"
+_PART_BYTES = 1024 * 1024
 _MAX_ADDRESS_BYTES = 32 * 1024
 _MAX_TAG = 2**63 - 1
 _SIZE = struct.Struct("!I")
 
 _log = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    return
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -75,6 +85,7 @@ class UcxTransport:
 
     name = "ucx"
     one_sided = False
+    write_bytes = MAX_WRITE_BYTES  # Each costs two round trips and the waking of both ends.
 
     def __init__(self, bind_host: str) -> None:
         """Load UCX, which listens at the interface of this address alone. Raises ValueError when it is missing."""
@@ -154,8 +165,10 @@ class UcxTransport:
                 self._context.close()
 
 
-class UcxWriter:
+class UcxWriter(FingerprintingWriter):
     """The sender's end of a link: one write at a time, over when it has left, and its source is free."""
+
+    detail = ""
 
     def __init__(
         self,
@@ -177,9 +190,26 @@ class UcxWriter:
 
     def write(self, message: Write, source: Sequence[memoryview], timeout_s: float) -> None:
         """Announce and send, within the time. Raises LinkError, and TransportError before anything is sent."""
+        deadline = time.monotonic() + timeout_s
+        self._begin(message, source, timeout_s)
+        self._port.deliver(deadline)
+
+    def write_pages(
+        self, message: Write, source: PagesAt, seed: int, fingerprinter: Fingerprinter, timeout_s: float
+    ) -> PageFingerprints:
+        """As `write`. The fingerprints are taken while the bytes are under way."""
+        deadline = time.monotonic() + timeout_s
+        self._begin(message, source.views(), timeout_s)
+        found: list[PageFingerprints] = []
+        for part in source.parts(_PART_BYTES):
+            found.append(fingerprinter.fingerprints(part, seed))
+            self._port.progress()
+        self._port.deliver(deadline)
+        return np.concatenate(found)
+
+    def _begin(self, message: Write, source: Sequence[memoryview], timeout_s: float) -> None:
         if self._port.closed:
             raise LinkError("the link over ucx has ended")
-        deadline = time.monotonic() + timeout_s
         spans = [span_of(view) for view in source]
         sizes = _cut([span.size_bytes for span in spans], _sizes_at_the_peer(message, spans, self._num_layers))
         pieces = _pieces(spans, sizes)
@@ -188,14 +218,13 @@ class UcxWriter:
         tag, answer_tag = self._tags.next(), self._tags.next()
         self._port.expect_answer(self._answer_span, answer_tag)
         self._port.send(pieces, tag)
-        self._port.deliver(deadline)
 
     def close(self) -> None:
         """End the worker. Idempotent."""
         self._end(self._port)
 
 
-class UcxReader:
+class UcxReader(FingerprintingReader):
     """The receiver's end of a link: one write at a time, into memory that is posted when it has been announced."""
 
     def __init__(self, end: Callable[[UcxPort], None], port: UcxPort, channel: Channel, tag: int) -> None:
@@ -211,6 +240,27 @@ class UcxReader:
         deadline = time.monotonic() + timeout_s
         sizes = self._told(size_bytes, announced_bytes, timeout_s)
         self._receive(_pieces([span_of(view) for view in into], sizes), deadline)
+
+    def read_pages(
+        self, announced_bytes: int, into: PagesAt, seed: int, fingerprinter: Fingerprinter, timeout_s: float
+    ) -> PageFingerprints:
+        """As `read`. Pages are looked at as they come, while others are under way."""
+        deadline = time.monotonic() + timeout_s
+        sizes = self._told(into.size_bytes, announced_bytes, timeout_s)
+        ends = list(itertools.accumulate(sizes))
+        found: list[PageFingerprints] = []
+        size = 0
+
+        def look() -> None:
+            nonlocal size
+            for part in into.parts(_PART_BYTES):
+                size += part.size_bytes
+                whole = bisect.bisect_left(ends, size) + 1
+                self._port.finish(deadline, leave=len(ends) - whole)
+                found.append(fingerprinter.fingerprints(part, seed))
+
+        self._receive(_pieces([span_of(view) for view in into.views()], sizes), deadline, look)
+        return np.concatenate(found)
 
     def skip(self, size_bytes: int, announced_bytes: int, timeout_s: float) -> None:
         """Receive into memory that is thrown away: the sender waits for it to go somewhere. Raises LinkError."""
@@ -241,11 +291,12 @@ class UcxReader:
             raise LinkError(f"a write of {size_bytes} bytes that comes in pieces of {sum(sizes)}")
         return sizes
 
-    def _receive(self, pieces: Sequence[Span], deadline: float) -> None:
+    def _receive(self, pieces: Sequence[Span], deadline: float, meanwhile: Callable[[], None] = _nothing) -> None:
         if self._port.closed:
             raise LinkError("the link over ucx has ended")
         tag, answer_tag = self._tags.next(), self._tags.next()
         self._port.receive(pieces, tag)
+        meanwhile()
         self._port.finish(deadline)
         self._port.send([self._answer_span], answer_tag)
         self._port.finish(deadline)

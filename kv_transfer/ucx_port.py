@@ -150,8 +150,17 @@ class UcxPort:
         with self._working():
             self._answers.append(self._receiving(into, tag))
 
-    def finish(self, deadline: float) -> None:
-        """Wait until what `send` and `receive` began is over. Of messages sent, UCX may still hold the last bytes.
+    def progress(self) -> None:
+        """Move some bytes, if there are any to move, without waiting. Raises LinkError; then the port is closed."""
+        with self._working():
+            for _ in range(_STEPS_AT_A_TIME):
+                if not self._c.ucp_worker_progress(self._worker):
+                    return
+
+    def finish(self, deadline: float, *, leave: int = 0) -> None:
+        """Wait until what `send` and `receive` began is over, but for the last `leave` of it.
+
+        Of messages sent, UCX may still hold the last bytes.
 
         `deadline` is a time of the monotonic clock. Raises LinkError, and then the port is closed: no memory is read or
         written for it any more.
@@ -159,7 +168,7 @@ class UcxPort:
         info = ReceiveInfo()
         at, c, pending = ctypes.addressof(info), self._c, self._pending
         with self._working():
-            while pending:
+            while len(pending) > leave:
                 request, size_bytes = pending[0]
                 if size_bytes is None:
                     status = c.ucp_request_check_status(request)

@@ -62,7 +62,17 @@ class Finding:
 
 def examine(*, look_for_devices: bool = True) -> list[Finding]:
     """All findings, in the order to show them. Loading torch for the devices takes some seconds."""
-    findings = [_python(), _system(), _cpu(), *_memory(), *_limits(), *_packages(), *_transports(), _native(), *_models()]
+    findings = [
+        _python(),
+        _system(),
+        _cpu(),
+        *_memory(),
+        *_limits(),
+        *_packages(),
+        *_transports(),
+        _native(),
+        *_models(),
+    ]
     if look_for_devices:
         findings.append(_devices())
     return findings

@@ -4,22 +4,25 @@
 2. With the ticket, Prefill on the prefill worker. From here both workers speak at once, through one inbox. If the plan
    names a source, the prefill worker may answer with a ticket of its own: it is carried to that decode worker, and
    the rest is between the two.
-3. Tokens are given out in order of their index, whichever worker brought them first.
-4. Decode is done: wait a moment for the prefill worker's half of the receipt.
+3. The decode worker says that it has verified the KV, and goes on alone.
+4. Tokens are given out in order of their index, whichever worker brought them first. With strict hand-off not before
+   both halves of the receipt are there and prove it, so that what they refute never begins an answer.
+5. Decode is done, or the reader has enough: wait a moment for what is missing of the receipt.
 
 Failure exits, all through `__aexit__`, which never leaves a worker computing for nobody:
 * either worker refuses or fails, or is lost: AttemptFailed says which; the dispatcher decides what comes next.
-  Once the decode worker has sent a token it needs the prefill worker no more, so only its own failure counts.
+  Once the decode worker has the KV it needs the prefill worker no more, so only its own failure counts.
+* strict hand-off is not proven: StrictRefusal, which nobody tries again.
 * the deadline passes: KvferryError (DEADLINE_EXCEEDED).
 * the caller goes away, at any point, also before the ticket came: Cancel to the decode worker, the prefill call cut.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -30,29 +33,22 @@ from kvferry_rpc.internal_pb2 import Admit, Export, KVSource, PrefillRequest, Ti
 from router.decode_session import DecodeSession
 from router.generation import GenerationRequest
 from router.inbox import Inbox
-from router.policy import Plan
+from router.placement import Placement, Side
+from router.proof import HandoffRules, check_so_far, lacks_decode_half, lacks_prefill_half
 from router.receipts import AttemptRecord
-from router.worker_registry import WorkerLease, WorkerRegistry
 from runtime.clock import Clock
 from runtime.errors import KvferryError
 
 if TYPE_CHECKING:  # The asyncio face of the stub exists for type checkers alone.
     from kvferry_rpc.internal_pb2_grpc import PrefillWorkerAsyncStub
 
-# How long a finished answer waits for the prefill worker's half of its receipt.
+# How long a finished answer, or the first token of a strict one, waits for what is missing of its receipt.
 RECEIPT_WAIT_S = 1.0
 # The workers end a request at its deadline themselves; the call's own limit is only for workers that do not.
 _CALL_GRACE_S = 5.0
 _MAX_MS = 2**32 - 1
 
 _log = logging.getLogger(__name__)
-
-
-class Side(Enum):
-    """Which worker said that the attempt failed."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class AttemptFailed(Exception):
@@ -74,52 +70,6 @@ class Work:
     arrived_at: float
 
 
-class Placement:
-    """A plan with a place taken on each of its workers, and the connections to them.
-
-    Taken in the same event-loop call as the decision, so that the next decision sees it. `release` gives back what
-    is still held; the prefill worker's place is given back earlier, when its call ends.
-    """
-
-    def __init__(self, registry: WorkerRegistry, plan: Plan, num_tokens: int) -> None:
-        """Raises KvferryError (UNAVAILABLE) when a worker of the plan is not attached."""
-        self.plan = plan
-        self._decode_stack = ExitStack()
-        self._prefill_stack = ExitStack()
-        is_local = plan.prefill_worker is None
-        lease = registry.lease(plan.decode_worker, num_tokens if is_local else 0)
-        self.decode: WorkerLease = self._decode_stack.enter_context(lease)
-        self.prefill: WorkerLease | None = None
-        if plan.prefill_worker is not None:
-            try:
-                lease = registry.lease(plan.prefill_worker, num_tokens)
-                self.prefill = self._prefill_stack.enter_context(lease)
-            except KvferryError:
-                self._decode_stack.close()
-                raise
-
-    def prompt_computed(self) -> None:
-        """The first token is there: no prompt tokens wait on either worker."""
-        self.decode.computed()
-        if self.prefill is not None:
-            self.prefill.computed()
-
-    def refused_by(self, side: Side) -> None:
-        """That worker had no room."""
-        lease = self.decode if side is Side.DECODE else self.prefill
-        if lease is not None:
-            lease.refused()
-
-    def release_prefill(self) -> None:
-        """The prefill worker is done with the request. Idempotent."""
-        self._prefill_stack.close()
-
-    def release(self) -> None:
-        """Idempotent."""
-        self._prefill_stack.close()
-        self._decode_stack.close()
-
-
 class Attempt:
     """Use as `async with attempt:`, call `next_batch` until it is None, then `finish`. Event-loop task only."""
 
@@ -132,6 +82,7 @@ class Attempt:
         source: DecodeSession | None,
         clock: Clock,
         on_taken: Callable[[], None],
+        rules: HandoffRules,
     ) -> None:
         """`session` or `prefill_stub` None: that worker went away; the attempt fails when it comes to it. `source` is
         the session with the worker that the plan has as its source, if any; without it nothing is pulled.
@@ -145,7 +96,9 @@ class Attempt:
         self._source = source
         self._clock = clock
         self._on_taken = on_taken
-        self._inbox = Inbox(len(work.output))
+        self._rules = rules
+        self._inbox = Inbox(len(work.output), clock)
+        self._proven = not rules.strict
         self._prefill_task: asyncio.Task[None] | None = None
         self._admitted = False
         self._was_taken = False
@@ -181,7 +134,7 @@ class Attempt:
     async def next_batch(self) -> tuple[TokenOutput, ...] | None:
         """The next tokens, at least one, merged when the caller is slow. None when decode is done.
 
-        Raises AttemptFailed, or KvferryError for the deadline.
+        Raises AttemptFailed; KvferryError for the deadline and for what strict hand-off refuses (StrictRefusal).
         """
         if not self._admitted:
             await self._admit()
@@ -192,14 +145,15 @@ class Attempt:
                 self._on_taken()
             if inbox.ticket is not None and self._prefill_task is None:
                 self._start_prefill(inbox.ticket)
-            if batch := inbox.take_tokens():
+            proven = self._is_proven()
+            if proven and (batch := inbox.take_tokens()):
                 if self._first_token_at is None:
                     self._first_token_at = self._clock.now()
                     self._placement.prompt_computed()
                 return batch
             if inbox.decode_failure is not None:
                 raise AttemptFailed(inbox.decode_failure, Side.DECODE)
-            if inbox.decode_done is not None:
+            if proven and inbox.decode_done is not None:
                 if inbox.has_gap:
                     raise AttemptFailed(KvferryError(ErrorCode.INTERNAL, "a token is missing"), Side.DECODE)
                 return None
@@ -208,10 +162,13 @@ class Attempt:
             await self._wait()
 
     async def finish(self) -> AttemptRecord:
-        """After the last batch: the record of the attempt, with the prefill half if it comes within a second."""
-        if self._prefill_task is not None and self._inbox.prefill_done is None:
-            remaining_s = self._work.request.deadline - self._clock.now()
-            await asyncio.wait({self._prefill_task}, timeout=max(0.0, min(RECEIPT_WAIT_S, remaining_s)))
+        """When enough tokens are out: the record of the attempt, with what is missing if it comes within a second."""
+        wait_s = min(RECEIPT_WAIT_S, self._work.request.deadline - self._clock.now())
+        if self._prefill_task is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, wait_s)):
+                    while self._inbox.lacks_a_half:
+                        await self._inbox.wait()
         if self._inbox.prefill_failure is not None:
             _log.warning("no prefill half of the receipt: %s", self._inbox.prefill_failure.message)
         return self.record()
@@ -226,6 +183,9 @@ class Attempt:
             decode_done=self._inbox.decode_done,
             placed_ms=self._since_arrival_ms(self._placed_at),
             first_token_ms=self._since_arrival_ms(self._first_token_at),
+            verified=self._inbox.verified,
+            verified_ms=self._since_arrival_ms(self._inbox.verified_at),
+            ended_ms=self._since_arrival_ms(self._clock.now()),
         )
 
     # ---- inside ----
@@ -324,12 +284,40 @@ class Attempt:
     def _prefill_failed(self, message: str) -> None:
         self._inbox.put_prefill_failure(KvferryError(ErrorCode.UNAVAILABLE, message))
 
+    def _is_proven(self) -> bool:
+        """Whether tokens may be given out. Raises StrictRefusal."""
+        if self._proven:
+            return True
+        inbox, record = self._inbox, self.record()
+        check_so_far(self._rules, record)
+        if inbox.verified is None:
+            if inbox.decode_started:
+                raise lacks_decode_half(record, "it went on without a word about what it received")
+            return False
+        if inbox.prefill_done is None:
+            if inbox.prefill_failure is not None:
+                raise lacks_prefill_half(record, inbox.prefill_failure.message)
+            if self._patience_s() <= 0:
+                raise lacks_prefill_half(record, f"it did not report within {RECEIPT_WAIT_S:g} s")
+            return False
+        self._proven = True
+        return True
+
+    def _patience_s(self) -> float:
+        """How much longer the prefill half may take, once the decode worker has verified what came."""
+        if self._proven or self._inbox.verified_at is None:
+            return math.inf
+        return self._inbox.verified_at + RECEIPT_WAIT_S - self._clock.now()
+
     async def _wait(self) -> None:
+        """Until something comes, or patience ends. Raises KvferryError for the deadline."""
+        remaining_s, patience_s = self._remaining_s(), self._patience_s()
         try:
-            async with asyncio.timeout(self._remaining_s()):
+            async with asyncio.timeout(min(remaining_s, patience_s)):
                 await self._inbox.wait()
         except TimeoutError:
-            raise _deadline_exceeded() from None
+            if remaining_s <= patience_s:
+                raise _deadline_exceeded() from None
 
     def _remaining_s(self) -> float:
         """What is left of the request's time. Raises KvferryError (DEADLINE_EXCEEDED) when nothing is."""

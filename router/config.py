@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kv_transfer.choice import PREFERENCE
 from router.dispatcher import DispatchLimits
 from runtime.config import flag, required_flag
 from runtime.limits import DEFAULT_REQUEST_TIMEOUT_S
@@ -28,7 +29,10 @@ class RouterConfig:
     max_queued: int = flag(1024, "Requests that wait for a place; one more is refused at once.")
     max_queued_tokens: int = flag(4_000_000, "Prompt tokens of the requests that wait; more are refused at once.")
     max_room_wait_s: float = flag(120.0, "Longest wait for room on a worker once every one is full.")
-    strict_handoff: bool = flag(False, "Fail a request whose prompt is not computed by a prefill worker.")
+    strict_handoff: bool = flag(False, "Fail a request whose hand-off from a prefill worker is not proven whole.")
+    require_transport: tuple[str, ...] = flag(
+        (), "KV transports that will do: others fail with --strict-handoff, else warn. Empty: what both ends expected."
+    )
     reuse_decode_kv: bool = flag(True, "Let prefill workers pull KV that only decode workers have cached.")
     receipts_kept: int = flag(4096, "KV receipts kept for later questions.")
     heartbeat_s: float = flag(5.0, "A worker silent for this long is avoided, for three times as long cut off.")
@@ -48,6 +52,10 @@ class RouterConfig:
         chosen = [port for port in ports.values() if port]
         if len(set(chosen)) != len(chosen):
             raise ValueError("--http-port, --grpc-port and --internal-port must differ")
+        unknown = [name for name in self.require_transport if name not in PREFERENCE]
+        if unknown:
+            known = ", ".join(PREFERENCE)
+            raise ValueError(f"--require-transport must be some of {known}, not {', '.join(unknown)}")
         for name in ("max_in_flight", "max_queued", "max_queued_tokens", "receipts_kept"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
@@ -69,5 +77,6 @@ class RouterConfig:
             max_queued_tokens=self.max_queued_tokens,
             max_room_wait_s=self.max_room_wait_s,
             strict_handoff=self.strict_handoff,
+            require_transports=self.require_transport,
             reuse_decode_kv=self.reuse_decode_kv,
         )

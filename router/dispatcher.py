@@ -4,7 +4,8 @@ Life of a request:
 1. Take a place (bounded), or wait for one in a bounded queue.
 2. Plan: the policy picks workers from what is known this moment; places on both are taken in the same instant.
 3. Attempt (`attempt.py`): admit on decode, prefill into its ticket, give out tokens in order.
-4. Receipt: both workers' halves and the router's times, checked against each other, kept for a while.
+4. Receipt: both workers' halves and the router's times, checked against each other (`proof.py`), kept for a while. A
+   request that got a place and failed leaves one too.
 
 Failure exits:
 * no place and a full queue: OVERLOADED at once. No decode worker: UNAVAILABLE at once.
@@ -13,6 +14,7 @@ Failure exits:
   to the prompt. The text goes on unchanged: noise depends on positions, not on workers. Bounded by attempts per
   request and by a budget over all requests; then the failure is the caller's.
 * any other failure of a worker (bad request, defect): the caller's at once.
+* strict hand-off refuses what it cannot prove: the caller's at once.
 * the deadline: DEADLINE_EXCEEDED, from whatever state, and both workers are told.
 * the caller goes away (iterator closed, task cancelled): both workers are told; the queues are left at once.
 """
@@ -20,18 +22,21 @@ Failure exits:
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from kv_cache.layout import KVCacheLayout
-from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, TokenOutput
+from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, KVReceipt, TokenOutput
 from kvferry_rpc.internal_pb2 import Register
 from router import receipts
 from router.admission import RETRY_AFTER_MS, Admission, RoomQueue
-from router.attempt import Attempt, AttemptFailed, Placement, Side, Work
+from router.attempt import Attempt, AttemptFailed, Work
 from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd
 from router.metrics import RequestMeter, RouterMetrics
+from router.placement import Placement, Side
 from router.policy import NoPlan, Plan, RequestShape, choose
+from router.proof import Clause, HandoffRules, StrictRefusal, check_whole
 from router.receipts import AttemptRecord, ReceiptStore
 from router.retry import MAX_ATTEMPTS, RetryBudget, backoff_s, is_retriable
 from router.worker_links import WorkerLinks
@@ -45,14 +50,16 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
     """Bounds of the dispatcher. Tokens are prompt tokens; `max_room_wait_s` is how long a request may wait for room
-    on a worker. `strict_handoff`: every prompt comes from a prefill worker, or the request fails. `reuse_decode_kv`:
-    prefill workers may pull what decode workers have cached."""
+    on a worker. `strict_handoff`: every prompt comes from a prefill worker, provably, or the request fails;
+    `require_transports`: over one of these, if any are named. `reuse_decode_kv`: prefill workers may pull what decode
+    workers have cached."""
 
     max_in_flight: int = 256
     max_queued: int = 1024
     max_queued_tokens: int = 4_000_000
     max_room_wait_s: float = 120.0
     strict_handoff: bool = False
+    require_transports: tuple[str, ...] = ()
     reuse_decode_kv: bool = True
 
 
@@ -67,6 +74,7 @@ class _Run:
     # Of prompt and output, as far as they were needed.
     block_hashes: dict[KVCacheLayout, list[bytes]] = field(default_factory=dict)
     attempts: int = 0
+    attempt: Attempt | None = None  # The last one.
     failures: int = 0  # Attempts that failed for another reason than want of room.
     failure_lines: list[str] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
@@ -95,6 +103,7 @@ class Dispatcher:
         self._store = store
         self._metrics = metrics
         self._limits = limits
+        self._rules = HandoffRules(limits.strict_handoff, limits.require_transports)
         self._clock = clock
         self._rng = rng
         self._eos_token_ids = eos_token_ids
@@ -129,19 +138,23 @@ class Dispatcher:
         with self._metrics.request() as meter:
             run = _Run(request, self._clock.now(), meter)
             self._budget.deposit()
-            async with self._admission.place(len(request.prompt_token_ids), self._remaining_s(run)):
-                while end is None:
-                    attempt = await self._next_attempt(run)
-                    try:
-                        async with attempt:
-                            while (batch := await attempt.next_batch()) is not None:
-                                self._note(run, batch)
-                                yield TokenBatch(batch)
-                            end = self._end(run, await attempt.finish())
-                    except EnoughTokens:
-                        end = self._end(run, attempt.record(), FinishReason.STOP)
-                    except AttemptFailed as failure:
-                        end = await self._after_failure(run, attempt, failure)
+            place = self._admission.place(len(request.prompt_token_ids), self._remaining_s(run))
+            async with place:
+                with self._kept_if_it_fails(run):
+                    while end is None:
+                        run.attempt = attempt = await self._next_attempt(run)
+                        try:
+                            async with attempt:
+                                reason = None
+                                try:
+                                    while (batch := await attempt.next_batch()) is not None:
+                                        self._note(run, batch)
+                                        yield TokenBatch(batch)
+                                except EnoughTokens:
+                                    reason = FinishReason.STOP
+                                end = self._end(run, await attempt.finish(), reason)
+                        except AttemptFailed as failure:
+                            end = await self._after_failure(run, attempt, failure)
         # Behind the block: whoever has the end may close the iterator, and that is no cancellation.
         yield end
 
@@ -172,7 +185,7 @@ class Dispatcher:
         stub = self._links.prefill_stub(plan.prefill_worker) if plan.prefill_worker else None
         session = self._links.decode_session(plan.decode_worker)
         source = self._links.decode_session(plan.source.worker_id) if plan.source else None
-        return Attempt(work, placement, session, stub, source, self._clock, self._room.wake)
+        return Attempt(work, placement, session, stub, source, self._clock, self._room.wake, self._rules)
 
     def _plan(self, run: _Run) -> Plan | NoPlan:
         tokens = (*run.request.prompt_token_ids, *run.output)
@@ -193,7 +206,7 @@ class Dispatcher:
     def _cannot_place(self, run: _Run, plan: NoPlan) -> KvferryError:
         message = "; ".join([plan.reason, *run.failure_lines[-1:]])
         if plan.role == "prefill":
-            return KvferryError(ErrorCode.HANDOFF_FAILED, f"strict hand-off: {message}", retry_after_ms=RETRY_AFTER_MS)
+            return StrictRefusal(Clause.LOCAL_PREFILL, message, retry_after_ms=RETRY_AFTER_MS)
         return KvferryError(ErrorCode.UNAVAILABLE, message, retry_after_ms=RETRY_AFTER_MS)
 
     async def _wait_for_room(self, run: _Run) -> None:
@@ -274,13 +287,13 @@ class Dispatcher:
         record = replace(record, computed_before=run.computed_before)
         request_id, prompt_tokens = run.request.request_id, len(run.request.prompt_token_ids)
         try:
-            receipts.check(record, strict=self._limits.strict_handoff)
+            check_whole(self._rules, record)
         except KvferryError as error:
             _log.error("the answer cannot be vouched for: %s", error.message, extra={"request_id": request_id})
             raise
         receipt = receipts.merge(request_id, prompt_tokens, record, run.failure_lines)
         self._store.put(receipt)
-        self._metrics.handoff_committed(receipt)
+        self._metrics.handoff_committed(receipt, self._rules)
         run.meter.finished(receipt)
         return TokenEnd(
             reason=reason or (record.decode_done.reason if record.decode_done else FinishReason.STOP),
@@ -289,6 +302,36 @@ class Dispatcher:
             cached_tokens=receipts.cached_tokens(record, prompt_tokens),
             receipt=receipt,
         )
+
+    @contextmanager
+    def _kept_if_it_fails(self, run: _Run) -> Iterator[None]:
+        """Around everything a request does once it has a place: if it fails, or its caller leaves, a receipt says what
+        is known."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, StrictRefusal):
+                self._metrics.strict_refusal(error.clause)
+            self._store.put(self._failed_receipt(run, error))
+            raise
+
+    def _failed_receipt(self, run: _Run, error: BaseException) -> KVReceipt:
+        if isinstance(error, KvferryError):
+            line = f"{error.code_name}: {error.message}"
+        elif isinstance(error, Exception):
+            line = f"internal: {type(error).__name__}"
+        else:
+            line = "cancelled: the caller left"
+        lines = list(run.failure_lines)
+        if lines and lines[-1].endswith(line):
+            line = lines.pop()
+        lines.append(receipts.FINAL_FAILURE + line)
+        request_id, prompt_tokens = run.request.request_id, len(run.request.prompt_token_ids)
+        if run.attempt is None:
+            waited_ms = (self._clock.now() - run.arrived_at) * 1000
+            return receipts.unplaced(request_id, prompt_tokens, waited_ms, lines)
+        record = replace(run.attempt.record(), computed_before=run.computed_before)
+        return receipts.merge(request_id, prompt_tokens, record, lines)
 
     def _remaining_s(self, run: _Run) -> float:
         remaining_s = run.request.deadline - self._clock.now()

@@ -49,7 +49,7 @@ class EnoughTokens(Exception):
     """Thrown into a token stream (with `athrow`) by a reader that has what it wanted, such as a stop string.
 
     That is not the same as going away: the request is cancelled on its workers but counts as served, and the stream's
-    next and last item is its TokenEnd, whose receipt holds what is known by then.
+    next and last item is its TokenEnd, once the receipt is as whole as it can be, in a second at most.
     """
 
 
@@ -77,7 +77,7 @@ class TextChunk:
 @dataclass(frozen=True, slots=True)
 class TextEnd:
     """The last item of a text stream. `reason` is STOP when a stop string cut the answer. When a stop string ended
-    it early, `completion_tokens` counts the tokens received by then and `receipt` may lack its decode half."""
+    it early, `completion_tokens` counts the tokens received by then, and `receipt` what was known then."""
 
     reason: "FinishReason.ValueType"
     prompt_tokens: int

@@ -38,6 +38,8 @@ from runtime.limits import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOP_STRINGS, check
 from runtime.telemetry import request_context
 
 SERVICE_NAME = "kvferry.v1.Kvferry"
+REQUEST_ID_METADATA_KEY = "kvferry-request-id"
+"""Trailing metadata of a failed generation: the id under which its receipt is kept, if it got so far."""
 _ROLES = ("system", "user", "assistant")
 
 _log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ class PublicService(public_pb2_grpc.KvferryServicer):
         """See the .proto file."""
         request_id = "gen-" + secrets.token_hex(12)
         with request_context(request_id):
-            async with _answering(context):
+            async with _answering(context, request_id):
                 with self._services.at_door():
                     job = await self._prepare(request, request_id, context.time_remaining())
                 texts = generate(self._services.source, job, self._services.tokenizer.tokenizer)
@@ -142,18 +144,20 @@ class PublicService(public_pb2_grpc.KvferryServicer):
 
 
 @asynccontextmanager
-async def _answering(context: Any) -> AsyncIterator[None]:
-    """Turns whatever the block raises into the end of the call."""
+async def _answering(context: Any, request_id: str = "") -> AsyncIterator[None]:
+    """Turns whatever the block raises into the end of the call. A failed generation is told its id: that of its
+    receipt."""
+    own_id: tuple[tuple[str, str], ...] = ((REQUEST_ID_METADATA_KEY, request_id),) if request_id else ()
     try:
         yield
     except KvferryError as error:
-        metadata = ((ERROR_METADATA_KEY, error.to_proto().SerializeToString()),)
+        metadata = (*own_id, (ERROR_METADATA_KEY, error.to_proto().SerializeToString()))
         await context.abort(error.grpc_status, error.message, metadata)
     except (grpc.aio.AbortError, asyncio.CancelledError):
         raise
     except Exception:
         _log.exception("a call failed for a reason of our own")
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the router's log has the details")
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the router's log has the details", own_id)
 
 
 def _messages(chat: ChatPrompt) -> list[dict[str, str]]:

@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import Iterable
 
 from kvferry_rpc.common_pb2 import Error, ErrorCode, TokenOutput
-from kvferry_rpc.internal_pb2 import DecodeDone, DecodeEvent, PrefillDone, PrefillEvent, Ticket
+from kvferry_rpc.internal_pb2 import DecodeDone, DecodeEvent, HandoffVerified, PrefillDone, PrefillEvent, Ticket
+from runtime.clock import Clock
 from runtime.errors import KvferryError
 
 
@@ -19,13 +20,16 @@ class Inbox:
     in order, whoever sent them first: token `base_index` normally comes from both workers.
     """
 
-    def __init__(self, base_index: int) -> None:
+    def __init__(self, base_index: int, clock: Clock) -> None:
         self.ticket: Ticket | None = None
         self.prefill_done: PrefillDone | None = None
         self.prefill_failure: KvferryError | None = None
         self.decode_done: DecodeDone | None = None
         self.decode_failure: KvferryError | None = None
-        self.decode_started = False  # The decode worker sent a token: it has the prompt's KV and needs nobody else.
+        self.verified: HandoffVerified | None = None
+        self.verified_at: float | None = None  # On `clock`, in seconds.
+        self.decode_started = False  # The decode worker has the prompt's KV, or sent a token: it needs nobody else.
+        self._clock = clock
         self._base_index = base_index
         self._next_index = base_index
         self._first_token_id: int | None = None
@@ -42,6 +46,9 @@ class Inbox:
             self._add(event.tokens.tokens)
         elif kind == "ticket":
             self.ticket = event.ticket
+        elif kind == "verified":
+            self.decode_started = True
+            self.verified, self.verified_at = event.verified, self._clock.now()
         elif kind == "done":
             self.decode_done = event.done
         elif kind == "failed":
@@ -84,6 +91,13 @@ class Inbox:
     def has_gap(self) -> bool:
         """Whether tokens are held back because an earlier one is missing."""
         return bool(self._pending) and self._next_index not in self._pending
+
+    @property
+    def lacks_a_half(self) -> bool:
+        """Whether a worker may still say what belongs on the receipt of a hand-off."""
+        prefill_may = self.prefill_done is None and self.prefill_failure is None
+        decode_may = self.verified is None and self.decode_done is None and self.decode_failure is None
+        return prefill_may or decode_may
 
     async def wait(self) -> None:
         """Return when something was put since the last `wait` returned. The caller sets the deadline."""

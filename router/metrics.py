@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kv_transfer.choice import degraded
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
 from router.admission import Admission, RoomQueue
 from router.policy import Health
+from router.proof import Clause, HandoffRules
 from router.receipts import LOCAL_TRANSPORT
 from router.worker_registry import WorkerRegistry, WorkerView
 from runtime.clock import Clock
@@ -32,6 +32,8 @@ _TRANSPORTS = frozenset({"shm", "tcp", "memory", "ucx", "nixl", LOCAL_TRANSPORT}
 _MAX_WARNED = 1024
 _OUTCOMES = ("ok", "cancelled", "rejected", "failed")
 _DOOR_OUTCOMES = {ErrorCode.CANCELLED: "cancelled", ErrorCode.INTERNAL: "failed"}
+
+_NO_RULES = HandoffRules()
 
 _log = logging.getLogger(__name__)
 
@@ -91,13 +93,27 @@ class RouterMetrics:
             ["transport", "outcome"], registry=registry,
         )  # fmt: skip
         self.degraded = Counter(
-            "kvferry_handoffs_degraded", "Hand-offs over a worse transport than both workers should have managed.",
+            "kvferry_handoffs_degraded", "Hand-offs over a worse transport than was required, or expected of both workers.",
             ["expected", "used"], registry=registry,
         )  # fmt: skip
         self._warned: set[tuple[str, ...]] = set()
         self.bytes_moved = Counter(
             "kvferry_handoff_bytes", "KV payload moved, as receipts say.", ["transport"], registry=registry
         )
+
+        self.pulled_tokens = Counter(
+            "kvferry_pulled_tokens", "Prompt tokens pulled from decode workers, not computed.", registry=registry
+        )
+        self.transfer = _by_transport("kvferry_handoff_transfer_seconds", "First byte sent to last written.", registry)
+        self.exposed = _by_transport(
+            "kvferry_handoff_exposed_seconds", "The part of a transfer after the first token was sampled.", registry
+        )
+        self.refusals = Counter(
+            "kvferry_strict_refusals", "Requests that strict hand-off failed, by what was not proven.",
+            ["clause"], registry=registry,
+        )  # fmt: skip
+        for clause in Clause:
+            self.refusals.labels(clause.value)
 
     def watch(self, workers: WorkerRegistry, admission: Admission, room: RoomQueue) -> None:
         """Report these as gauges, read at each scrape. Call once."""
@@ -132,24 +148,34 @@ class RouterMetrics:
         self.received.inc()
         self.ended.labels(_DOOR_OUTCOMES.get(error.code, "rejected")).inc()
 
-    def handoff_committed(self, receipt: KVReceipt) -> None:
+    def handoff_committed(self, receipt: KVReceipt, rules: HandoffRules = _NO_RULES) -> None:
         """An attempt placed its KV and finished."""
         transport = _transport_label(receipt.transport)
         self.handoffs.labels(transport, "committed").inc()
         self.bytes_moved.labels(transport).inc(receipt.bytes_sent)
-        if degraded(receipt.transport, receipt.expected_transport):
-            self.degraded.labels(_transport_label(receipt.expected_transport), transport).inc()
-            self._warn_degraded(receipt)
+        self.pulled_tokens.inc(receipt.pulled_tokens)
+        if receipt.transport in ("", LOCAL_TRANSPORT):  # Nothing moved, or nobody said how.
+            return
+        if receipt.transfer_ms > 0:
+            self.transfer.labels(transport).observe(receipt.transfer_ms / 1000)
+            self.exposed.labels(transport).observe(receipt.exposed_transfer_ms / 1000)
+        if wanted := rules.should_have_used(receipt.transport, receipt.expected_transport):
+            self.degraded.labels(_transport_label(wanted), transport).inc()
+            self._warn_degraded(receipt, wanted, "required" if rules.required_transports else "expected")
 
-    def _warn_degraded(self, receipt: KVReceipt) -> None:
+    def strict_refusal(self, clause: Clause) -> None:
+        """Strict hand-off failed a request."""
+        self.refusals.labels(clause.value).inc()
+
+    def _warn_degraded(self, receipt: KVReceipt, wanted: str, reason: str) -> None:
         """Once for each pair of workers and of transports."""
-        case = (receipt.prefill_worker, receipt.decode_worker, receipt.expected_transport, receipt.transport)
+        case = (receipt.prefill_worker, receipt.decode_worker, wanted, reason, receipt.transport)
         if case in self._warned:
             return
         if len(self._warned) >= _MAX_WARNED:
             self._warned.clear()
         self._warned.add(case)
-        _log.warning("KV goes from %s to %s not over %s, as expected, but over %s; the sender's log says why", *case)
+        _log.warning("KV goes from %s to %s not over %s, as %s, but over %s; the sender's log says why", *case)
 
     def handoff_failed(self) -> None:
         """An attempt with a remote prefill failed; the transport is not known to the router then."""
@@ -215,3 +241,7 @@ def _outcome(error: KvferryError) -> str:
 
 def _latency(name: str, help_text: str, registry: CollectorRegistry) -> Histogram:
     return Histogram(name, help_text, buckets=LATENCY_BUCKETS_S, registry=registry)
+
+
+def _by_transport(name: str, help_text: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, help_text, ["transport"], buckets=LATENCY_BUCKETS_S, registry=registry)

@@ -1,24 +1,26 @@
-"""The KV receipt: two workers' halves and the router's times, put together, checked, and kept for a while."""
+"""The KV receipt: two workers' halves and the router's times, put together and kept for a while."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
-from kvferry_rpc.internal_pb2 import DecodeDone, PrefillDone
+from kvferry_rpc.common_pb2 import KVReceipt
+from kvferry_rpc.internal_pb2 import DecodeDone, HandoffVerified, PrefillDone
 from router.policy import Plan
-from runtime.errors import KvferryError
 
 LOCAL_TRANSPORT = "local"
 MAX_FAILURE_LINES = 16
+FINAL_FAILURE = "final: "
+"""How the last of `earlier_failures` begins when the request failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """All that is known of an attempt when it ends. A half that never arrived is None.
+    """All that is known of an attempt. A half that has not arrived is None; `verified` is the part of the decode half
+    that comes before the first token.
 
-    `placed_ms` (prefill was asked for) and `first_token_ms` are durations since the request came to the router; None =
-    did not happen. `computed_before`: an earlier attempt got past its admission.
+    `placed_ms` (prefill was asked for), `first_token_ms`, `verified_ms` and `ended_ms` are durations since the request
+    came to the router; None = did not happen. `computed_before`: an earlier attempt got past its admission.
     """
 
     attempt: int
@@ -28,11 +30,18 @@ class AttemptRecord:
     decode_done: DecodeDone | None
     placed_ms: float | None
     first_token_ms: float | None
+    verified: HandoffVerified | None = None
+    verified_ms: float | None = None
+    ended_ms: float | None = None
     computed_before: bool = False
 
 
 def merge(request_id: str, prompt_tokens: int, record: AttemptRecord, earlier_failures: Sequence[str]) -> KVReceipt:
-    """The receipt of a request whose last attempt is `record`. Missing halves leave their fields at zero."""
+    """The receipt of a request whose last attempt is `record`. Missing halves leave their fields at zero.
+
+    A decode half that did not come (the answer was cut, the worker was lost) is made up for by what the worker said
+    when it had verified the hand-off, and by the router's own clock.
+    """
     receipt = KVReceipt(
         request_id=request_id,
         attempt=record.attempt,
@@ -40,7 +49,7 @@ def merge(request_id: str, prompt_tokens: int, record: AttemptRecord, earlier_fa
         prefill_worker=record.plan.prefill_worker or record.plan.decode_worker,
         prompt_tokens=prompt_tokens,
         plan_reason=record.plan.reason,
-        earlier_failures=earlier_failures[:MAX_FAILURE_LINES],
+        earlier_failures=_bounded(earlier_failures),
         queue_ms=record.placed_ms or 0.0,
     )
     if record.plan.prefill_worker is None:
@@ -51,32 +60,20 @@ def merge(request_id: str, prompt_tokens: int, record: AttemptRecord, earlier_fa
         receipt.handoff_id = record.handoff_id
         if record.prefill_done is not None:
             _add_prefill_half(receipt, record.prefill_done)
+        elif record.verified is not None:
+            receipt.transport = record.verified.transport
     if record.decode_done is not None:
         _add_decode_half(receipt, record.decode_done)
+    else:
+        _add_cut_decode_half(receipt, record)
     return receipt
 
 
-def check(record: AttemptRecord, *, strict: bool) -> None:
-    """Refuse an answer whose proof does not hold.
-
-    Raises KvferryError: INTERNAL when both workers verified different bytes, HANDOFF_FAILED when `strict` and the
-    decode worker computed prompt tokens that were to come from the prefill worker.
-    """
-    prefill, decode = record.prefill_done, record.decode_done
-    if decode is None or record.plan.prefill_worker is None:
-        return
-    if prefill is not None and decode.checksum_verified and prefill.checksum != decode.checksum:
-        raise KvferryError(
-            ErrorCode.INTERNAL,
-            f"hand-off {record.handoff_id}: {record.plan.prefill_worker} sent blocks with digest "
-            f"{prefill.checksum.hex()}, {record.plan.decode_worker} verified {decode.checksum.hex()}",
-        )
-    if strict and decode.tokens_recomputed:
-        raise KvferryError(
-            ErrorCode.HANDOFF_FAILED,
-            f"{record.plan.decode_worker} computed {decode.tokens_recomputed} prompt tokens itself, "
-            "and strict hand-off forbids that",
-        )
+def unplaced(request_id: str, prompt_tokens: int, waited_ms: float, failures: Sequence[str]) -> KVReceipt:
+    """The receipt of a request that failed before any worker was chosen for it."""
+    return KVReceipt(
+        request_id=request_id, prompt_tokens=prompt_tokens, queue_ms=waited_ms, earlier_failures=_bounded(failures)
+    )
 
 
 def cached_tokens(record: AttemptRecord, prompt_tokens: int) -> int:
@@ -93,7 +90,7 @@ def cached_tokens(record: AttemptRecord, prompt_tokens: int) -> int:
 
 
 class ReceiptStore:
-    """The receipts of the last `capacity` finished requests. Event-loop thread only."""
+    """The receipts of the last `capacity` requests that ended, well or not. Event-loop thread only."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -107,7 +104,7 @@ class ReceiptStore:
             self._receipts.popitem(last=False)
 
     def get(self, request_id: str) -> KVReceipt | None:
-        """The receipt of a finished request; None when unknown or forgotten."""
+        """The receipt of a request that has ended; None when unknown or forgotten."""
         return self._receipts.get(request_id)
 
 
@@ -134,6 +131,26 @@ def _hidden_share(done: PrefillDone) -> float:
     if done.transfer_ms <= 0:
         return 0.0
     return 1.0 - min(max(done.exposed_transfer_ms / done.transfer_ms, 0.0), 1.0)
+
+
+def _bounded(failures: Sequence[str]) -> Sequence[str]:
+    """The first lines and the last one, which says how a request failed."""
+    if len(failures) <= MAX_FAILURE_LINES:
+        return failures
+    return [*failures[: MAX_FAILURE_LINES - 1], failures[-1]]
+
+
+def _add_cut_decode_half(receipt: KVReceipt, record: AttemptRecord) -> None:
+    """What is known of a decode half that did not come."""
+    verified = record.verified
+    if verified is not None:
+        receipt.decode_cached_tokens = min(verified.cached_tokens, receipt.prompt_tokens)
+        receipt.checksum_verified = verified.checksum_verified
+        receipt.checksum = receipt.checksum or verified.checksum
+        receipt.commit_ms = verified.commit_ms
+    begun_ms = record.verified_ms if record.verified_ms is not None else record.first_token_ms
+    if begun_ms is not None and record.ended_ms is not None:
+        receipt.decode_ms = max(0.0, record.ended_ms - begun_ms)
 
 
 def _add_decode_half(receipt: KVReceipt, done: DecodeDone) -> None:

@@ -26,12 +26,14 @@ import xxhash
 
 from bench.common.plain_libraries import PlainEnd, Run, plain_end
 from kv_cache.layout import KVCacheLayout
-from kv_transfer import fingerprint
 from kv_transfer.events import Committed, ReceiveEvent
+from kv_transfer.fingerprinter import PageFingerprints, best_fingerprinter
 from kv_transfer.identity import Identity
 from kv_transfer.network import build_network
+from kv_transfer.pages import PagesAt
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.region import MemoryRegion
+from kv_transfer.transport_shm import copy_views
 from kvferry_rpc.internal_pb2 import Ticket
 from runtime.clock import SystemClock
 
@@ -43,7 +45,6 @@ START = memoryview(b"\1")
 MAX_VECTORS = 512
 LEASE_S = 60.0
 SECRET = b"benchmark"
-_PAGES = fingerprint.pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class Peer:
         return Ticket.FromString(data), took_s
 
     def check(self, enabled: bool) -> None:
-        """Let it fingerprint what lands, or do without: `set_fingerprints` there."""
+        """Let it fingerprint what lands, or do without."""
         self._ask(Check(enabled))
 
     def erase(self) -> None:
@@ -187,13 +188,23 @@ def receiving_peer(setup: Setup) -> Iterator[Peer]:
             process.join()
 
 
-def set_fingerprints(enabled: bool) -> None:
-    """Whether hand-offs of this process fingerprint their pages. Without, every fingerprint is 0, here and there."""
-    fingerprint.pages = _PAGES if enabled else _no_pages
+class SwitchedFingerprinter:
+    """The best one; or, switched off, one that looks at nothing and says 0 for each page."""
 
+    def __init__(self) -> None:
+        self.enabled = True
+        self._best = best_fingerprinter()
 
-def _no_pages(views: Sequence[memoryview], page_bytes: int, seeds: Sequence[int]) -> list[int]:
-    return [0] * len(seeds)
+    def fingerprints(self, pages: PagesAt, seed: int) -> PageFingerprints:
+        """See Fingerprinter."""
+        return self._best.fingerprints(pages, seed) if self.enabled else np.zeros(pages.run.num_pages, np.uint64)
+
+    def copy(self, source: PagesAt, target: PagesAt, seed: int) -> PageFingerprints:
+        """See Fingerprinter."""
+        if self.enabled:
+            return self._best.copy(source, target, seed)
+        copy_views(source.views(), target.views())
+        return np.zeros(source.run.num_pages, np.uint64)
 
 
 def content_digest(parts: Sequence[memoryview]) -> bytes:
@@ -234,8 +245,10 @@ class _Receiver:
         self._targets: list[memoryview] = []
         identity = Identity("bench-decode", b"d" * 16, SECRET, setup.layout, region)
         self._network = build_network(setup.transports, HOST)
+        self._fingerprinter = SwitchedFingerprinter()
         self._handoffs = HandoffReceiver(
             identity,
+            fingerprinter=self._fingerprinter,
             bind_host=HOST,
             transports=setup.transports,
             network=self._network,
@@ -263,7 +276,7 @@ class _Receiver:
             data = self._handoffs.reserve("bench", 1, 0, self._ids, num_tokens).SerializeToString()
             return data, time.perf_counter() - began
         if isinstance(command, Check):
-            set_fingerprints(command.enabled)
+            self._fingerprinter.enabled = command.enabled
             return None
         if isinstance(command, Erase):
             erase(self._targets)

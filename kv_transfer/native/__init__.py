@@ -2,9 +2,13 @@
 
 import ctypes
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 LIBRARY = Path(__file__).with_name("pages.so")
-_VERSION = 1
+VERSION = 1
 
 
 class NativeUnavailable(Exception):
@@ -40,8 +44,8 @@ class NativePages:
         except AttributeError as error:
             raise NativeUnavailable("it was built from other source: install kvferry again") from error
         version.restype = ctypes.c_int64
-        if version() != _VERSION:
-            raise NativeUnavailable(f"it has version {version()}, not {_VERSION}: install kvferry again")
+        if version() != VERSION:
+            raise NativeUnavailable(f"it has version {version()}, not {VERSION}: install kvferry again")
         self.instructions = "AVX2" if has_avx2() else "plain C"
         pointer = ctypes.c_void_p
         self._pages.argtypes = (ctypes.POINTER(Place), pointer, pointer, pointer, pointer, pointer, ctypes.c_int)
@@ -50,12 +54,22 @@ class NativePages:
     def pages(
         self,
         place: Place,
-        source: tuple[int, int],
-        target: tuple[int, int] | None,
-        found_address: int,
+        source: npt.NDArray[np.uint8],
+        source_offsets: npt.NDArray[np.int64],
+        target: npt.NDArray[np.uint8] | None,
+        target_offsets: npt.NDArray[np.int64] | None,
+        found: npt.NDArray[np.uint64],
         *,
         plain: bool,
     ) -> None:
-        """`kvferry_pages`; `source` and `target` are addresses of (memory, int64 offsets of the runs in it)."""
-        to, to_at = target or (None, None)
-        self._pages(ctypes.byref(place), *source, to, to_at, found_address, plain)
+        """`kvferry_pages` with these contiguous arrays. `target` and its offsets may be None."""
+        to = None if target is None else _address(target)
+        to_at = None if target_offsets is None else _address(target_offsets)
+        arrays = (_address(source), _address(source_offsets), to, to_at, _address(found))
+        self._pages(ctypes.byref(place), *arrays, plain)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    # Not `array.ctypes.data`, which costs more and leaves objects behind for a while.
+    address: int = array.__array_interface__["data"][0]
+    return address

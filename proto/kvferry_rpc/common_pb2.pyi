@@ -450,9 +450,9 @@ class KVReceipt(_message.Message):
     exposed_transfer_ms: _builtins.float
     """The part of the transfer after the first token was sampled."""
     commit_ms: _builtins.float
-    """Commit record received to verified, on the decode worker."""
+    """On the decode worker: the last payload landed and fingerprinted, to the commit accepted; 0 when nothing had to land."""
     decode_ms: _builtins.float
-    """Verified to last token."""
+    """Commit accepted to last token; measured by the router when the decode worker did not come to say it."""
     plan_reason: _builtins.str
     """Why the policy chose these workers."""
     transport_detail: _builtins.str
@@ -469,7 +469,7 @@ class KVReceipt(_message.Message):
     """Share of transfer_ms that ran while prefill still computed, 0 to 1."""
     @_builtins.property
     def earlier_failures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """One line for each earlier attempt."""
+        """One line for each failed attempt; a request that failed ends with one that begins `final: `."""
 
     def __init__(
         self,

@@ -934,6 +934,7 @@ class HandoffVerified(_message.Message):
     checksum: _builtins.bytes
     """Digest over the fingerprints of the blocks received."""
     commit_ms: _builtins.float
+    """As in KVReceipt."""
     transport: _builtins.str
     """The one that the blocks came by."""
     def __init__(
@@ -997,7 +998,9 @@ class DecodeDone(_message.Message):
     checksum_verified: _builtins.bool
     checksum: _builtins.bytes
     commit_ms: _builtins.float
+    """As in KVReceipt."""
     decode_ms: _builtins.float
+    """As in KVReceipt."""
     def __init__(
         self,
         *,

@@ -3,12 +3,13 @@
 import io
 import json
 
+import numpy as np
 import pytest
 
 from bench.common import transfer_peer as peers
 from bench.common.harness import Options, Report
 from bench.fingerprint_cost import layout_for, measure, two_ends
-from kv_transfer import fingerprint
+from kv_transfer.pages import PageRun, PagesAt
 
 
 @pytest.mark.parametrize("page_kb", [4, 8, 64, 256])
@@ -29,12 +30,15 @@ def test_a_page_size_gives_a_line_for_each_metric() -> None:
     assert lines[1]["value"] == pytest.approx(1.0 - lines[1]["ratio"], abs=1e-5)
 
 
-def test_without_fingerprints_every_page_counts_as_zero() -> None:
-    page = memoryview(b"x" * 256)
-    before = fingerprint.pages([page], 256, [7])
-    peers.set_fingerprints(False)
-    try:
-        assert fingerprint.pages([page], 256, [7]) == [0]
-    finally:
-        peers.set_fingerprints(True)
-    assert fingerprint.pages([page], 256, [7]) == before != [0]
+def test_switched_off_every_page_counts_as_zero_and_is_copied_all_the_same() -> None:
+    run = PageRun(range(2), range(2))
+    source = PagesAt(run, 256, memoryview(b"x" * 1024), np.array([512, 0]))
+    target = PagesAt(run, 256, memoryview(bytearray(1024)), np.array([0, 512]))
+    switched = peers.SwitchedFingerprinter()
+    before = switched.fingerprints(source, 7).tolist()
+    switched.enabled = False
+    assert switched.fingerprints(source, 7).tolist() == switched.copy(source, target, 7).tolist() == [0] * 4
+    assert target.memory == source.memory
+    switched.enabled = True
+    assert switched.fingerprints(target, 7).tolist() == before
+    assert 0 not in before

@@ -5,7 +5,6 @@ import os
 import threading
 import time
 import tracemalloc
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +12,9 @@ import pytest
 from kv_transfer import transport_memory
 from kv_transfer.events import Committed, Drained, Failed, Fenced, Sent
 from kv_transfer.faults import FaultPlan
+from kv_transfer.fingerprinter import Fingerprinter, PageFingerprints
 from kv_transfer.messages import Write
+from kv_transfer.pages import PagesAt
 from kv_transfer.receive_table import ReceiveCounts
 from kv_transfer.transport_shm import PoolWriter
 from kvferry_rpc.common_pb2 import ErrorCode
@@ -273,10 +274,12 @@ class Gate(PoolWriter):
     inside = threading.Event()
     may_copy = threading.Event()
 
-    def write(self, message: Write, source: Sequence[memoryview], timeout_s: float) -> None:
+    def write_pages(
+        self, message: Write, source: PagesAt, seed: int, fingerprinter: Fingerprinter, timeout_s: float
+    ) -> PageFingerprints:
         Gate.inside.set()
         assert Gate.may_copy.wait(WAIT_S)
-        super().write(message, source, timeout_s)
+        return super().write_pages(message, source, seed, fingerprinter, timeout_s)
 
 
 def test_a_broken_link_is_not_a_fence_while_its_sender_is_in_the_middle_of_a_copy(

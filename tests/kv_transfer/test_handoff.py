@@ -15,7 +15,7 @@ from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import Ticket
 from runtime.clock import SystemClock
 from runtime.errors import KvferryError
-from tests.support.kv_pair import KINDS, LAYOUT, Events, Pair, block_of, make_identity, wiring
+from tests.support.kv_pair import KINDS, LAYOUT, LIBRARIES, Events, Pair, block_of, make_identity, wiring
 
 NOTHING = ReceiveCounts(0, 0, 0, 0)
 
@@ -49,7 +49,9 @@ def test_the_decode_pool_holds_what_the_prefill_pool_held_and_both_say_the_same(
         pair.receiver.release(ticket.handoff_id)
         assert pair.receiver.snapshot().handoffs == NOTHING
         assert pair.sender.snapshot().handoffs == 0
-        assert pair.sender.snapshot().transports == {"decode": LinkView(name, "", name, "")}
+        view = pair.sender.snapshot().transports["decode"]
+        assert view == LinkView(name, view.detail, name, "")
+        assert bool(view.detail) == (kind in LIBRARIES), "what the library chose"
         assert received.stats.first_write_at <= received.stats.last_write_at <= received.stats.commit_received_at
 
 

@@ -43,7 +43,7 @@ def test_the_worker_is_free_of_it_at_once_and_the_peer_is_told_when_the_link_is_
     table = table_with(handoff("gone"), handoff("stays"))
     assert table.abort("gone", WHY) == [ReportFailed("gone", WHY), ReportDrained("gone")]
     effects = table.link_ready(LINK, "tcp", 1.0)
-    assert effects == [*told("gone"), Post(LINK, Open("stays", 1, b"life", b"secret", "tcp"))]
+    assert effects == [*told("gone"), Post(LINK, Open("stays", 1, b"life", b"secret", "tcp", 1))]
     assert "gone" not in table
     assert table.link_ready(LINK, "tcp", 1.0) == [], "once"
 

@@ -13,6 +13,7 @@ pytest.importorskip("nixl_cu12")
 
 from kv_transfer import nixl_link
 from kv_transfer.nixl_greeting import MAX_METADATA_BYTES, TOKEN_BYTES, Answer, Proposal
+from kv_transfer.pages import MAX_WRITE_BYTES
 from kv_transfer.region import MemoryRegion
 from kv_transfer.transport import LinkError, TransportError, TransportUnavailable
 from kv_transfer.transport_nixl import NixlTransport
@@ -223,7 +224,7 @@ def test_a_source_outside_the_registered_memory_is_copied_first(
         assert blocks(link.receiver.region, [index, 9]) == [*blocks(link.sender.region, [7]), content]
         assert transport.num_registrations == 3  # The pool, the memory, and one for all copies.
     with pytest.raises(TransportError, match="the limit is"):
-        link.sender.writer.write(write_of([0]), [memoryview(bytes(5 << 20))], LONG_S)
+        link.sender.writer.write(write_of([0]), [memoryview(bytes(MAX_WRITE_BYTES + 4096))], LONG_S)
 
 
 def test_a_frame_that_says_a_payload_follows_ends_the_link(open_link: Callable[..., Link]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_cache.layout import KVCacheLayout, KVDtype
-from kv_transfer.pages import MAX_WRITE_BYTES, PageRun, max_write_bytes, spans, split, views
+from kv_transfer.pages import MAX_WRITE_BYTES, USUAL_WRITE_BYTES, PageRun, max_write_bytes, spans, split, views
 from kv_transfer.transport_shm import copy_views
 from tests.support.kv_pair import LAYOUT
 
@@ -18,22 +18,25 @@ HUGE = KVCacheLayout("m", "r", num_layers=2, num_kv_heads=64, head_dim=128, bloc
 
 @pytest.mark.parametrize("layout", [LAYOUT, BIG, HUGE], ids=["small", "big", "huge"])
 @settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_the_pieces_of_a_run_cover_it_once_and_fit_a_write(layout: KVCacheLayout, data: st.DataObject) -> None:
+@given(data=st.data(), write_bytes=st.sampled_from([USUAL_WRITE_BYTES, MAX_WRITE_BYTES]))
+def test_the_pieces_of_a_run_cover_it_once_and_fit_a_write(
+    layout: KVCacheLayout, data: st.DataObject, write_bytes: int
+) -> None:
     first, first_layer = data.draw(st.integers(0, 50)), data.draw(st.integers(0, layout.num_layers - 1))
     num_layers = data.draw(st.integers(1, layout.num_layers - first_layer))
     run = PageRun(range(first, first + data.draw(st.integers(1, 300))), range(first_layer, first_layer + num_layers))
-    pieces = list(split(run, layout))
+    pieces = list(split(run, layout, write_bytes))
     pages = [(block, layer) for piece in pieces for block in piece.blocks for layer in piece.layers]
     assert len(pages) == run.num_pages
     assert set(pages) == {(block, layer) for block in run.blocks for layer in run.layers}
-    assert all(piece.num_pages * layout.page_bytes <= max_write_bytes(layout) for piece in pieces)
+    most = max(write_bytes, layout.page_bytes)
+    assert all(piece.num_pages * layout.page_bytes <= most <= max_write_bytes(layout) for piece in pieces)
 
 
 def test_a_small_run_stays_whole() -> None:
     run = PageRun(range(100), range(LAYOUT.num_layers))
-    assert run.num_pages * LAYOUT.page_bytes < MAX_WRITE_BYTES
-    assert list(split(run, LAYOUT)) == [run]
+    assert run.num_pages * LAYOUT.page_bytes < USUAL_WRITE_BYTES
+    assert list(split(run, LAYOUT, USUAL_WRITE_BYTES)) == [run]
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,15 @@ def test_a_ticket_opened_again_for_another_transport_is_refused() -> None:
     assert answers(do_open(table, transport="other")) == REFUSED
 
 
+def test_a_ticket_opened_twice_on_its_link_is_refused_but_the_same_open_twice_is_answered_twice() -> None:
+    table = make_table()
+    for _ in range(2):
+        assert do_open(table, number=7) == [Post(LINK, Opened("h", 7))]
+    report, _ = do_open(table, number=8)
+    assert report == ReportRefused(LINK, "h", Refusal.REUSED)
+    assert table.counts().transferring == 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -37,7 +37,7 @@ from tests.support.send_states import (
 )
 
 MESSAGES: dict[str, ReceiverMessage] = {
-    "opened": Opened("h"),
+    "opened": Opened("h", 1),
     "refused": Refused("h", "no"),
     "accepted": Accepted("h"),
     "rejected": Rejected("h", "no"),
@@ -113,18 +113,29 @@ def test_late_answers_to_a_hand_off_that_is_over_are_ignored(message: ReceiverMe
 
 def test_the_open_repeats_the_ticket_and_waits_for_the_link() -> None:
     table = in_state("connecting")
-    assert table.link_ready(LINK, "shm", 1.0) == [Post(LINK, Open("h", 1, b"life", b"secret", "shm"))]
-    table.handle(LINK, Opened("h"), 2.0)
+    assert table.link_ready(LINK, "shm", 1.0) == [Post(LINK, Open("h", 1, b"life", b"secret", "shm", 1))]
+    table.handle(LINK, Opened("h", 1), 2.0)
     (later,) = table.open(make_handoff("k"), 3.0)
     assert isinstance(later, Post)
     assert isinstance(later.message, Open)
+
+
+def test_a_late_answer_to_the_first_open_opens_no_second_hand_off_by_the_same_ticket() -> None:
+    """What it promised was fenced with the first: the blocks may be another's by now."""
+    table = in_state("asked")
+    table.abort("h", Failure("cancelled"))
+    table.open(make_handoff(), 2.0)
+    table.push("h", 0, range(2), ALL)
+    assert table.handle(LINK, Opened("h", 1), 3.0) == []
+    assert table.next_work(LINK, 3.0) is None
+    assert answers(table.handle(LINK, Refused("h", "used"), 4.0)) == FAILED
 
 
 def test_nothing_is_written_before_the_peer_has_opened() -> None:
     table = in_state("asked")
     assert table.push("h", 0, range(2), ALL) == []
     assert table.next_work(LINK, 1.5) is None
-    assert answers(table.handle(LINK, Opened("h"), 2.0)) == ["Wake"]
+    assert answers(table.handle(LINK, Opened("h", 1), 2.0)) == ["Wake"]
     work = table.next_work(LINK, 2.5)
     assert work is not None
     assert work.run == PageRun(range(2), ALL)
@@ -134,7 +145,7 @@ def test_layer_by_layer_pushes_of_the_same_blocks_leave_as_one_run() -> None:
     table = in_state("asked")
     for layer in ALL:
         table.push("h", 0, range(2), range(layer, layer + 1))
-    table.handle(LINK, Opened("h"), 2.0)
+    table.handle(LINK, Opened("h", 1), 2.0)
     work = table.next_work(LINK, 2.5)
     assert work is not None
     assert work.run == PageRun(range(2), ALL)
@@ -181,7 +192,7 @@ def test_blocks_before_the_first_one_wanted_are_not_written() -> None:
     table.link_added(LINK)
     table.link_ready(LINK, "t", 0.0)
     table.open(make_handoff(first_block=2), 0.0)
-    table.handle(LINK, Opened("h"), 0.0)
+    table.handle(LINK, Opened("h", 1), 0.0)
     assert table.push("h", 0, range(2), ALL) == []
     table.push("h", 0, range(4), ALL)
     work = table.next_work(LINK, 0.0)
@@ -247,7 +258,7 @@ def test_a_hand_off_given_up_while_its_writer_works_drains_when_the_writer_is_ou
 def test_hand_offs_take_turns_on_a_link() -> None:
     table = in_state("transferring")
     table.open(make_handoff("k"), 2.0)
-    table.handle(LINK, Opened("k"), 2.0)
+    table.handle(LINK, Opened("k", 2), 2.0)
     for name in ("h", "k"):
         table.push(name, 0, [0], ALL)
     first, second = table.next_work(LINK, 3.0), table.next_work(LINK, 3.0)

@@ -43,7 +43,7 @@ def ready(handoff: OutboundHandoff, wire: KVCacheLayout | None = None, max_backl
     table.link_added(LINK)
     table.link_ready(LINK, "t", 0.0, detail="eth9", expected="faster", wire=wire)
     table.open(handoff, 0.0)
-    table.handle(LINK, Opened("h"), 0.0)
+    table.handle(LINK, Opened("h", 1), 0.0)
     return table
 
 
@@ -157,7 +157,7 @@ def test_bytes_pushed_count_until_they_are_written_over_all_hand_offs_of_the_lin
     table.push("k", 0, [4], range(1))
     table.push("h", 0, range(2), ALL)
     assert table.backlog_bytes("h") == table.backlog_bytes("k") == 7 * size
-    table.handle(LINK, Opened("k"), 0.0)
+    table.handle(LINK, Opened("k", 2), 0.0)
     work = table.next_work(LINK, 1.0)
     assert work is not None
     assert work.run is not None

@@ -20,7 +20,7 @@ from kv_transfer.receive_table import ReceiveCounts
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import Ticket
 from runtime.clock import ManualClock
-from tests.support.kv_pair import LAYOUT, WAIT_S, Pair, block_of
+from tests.support.kv_pair import LAYOUT, LIBRARIES, WAIT_S, Pair, block_of, wiring
 
 ROOT = Path(__file__).parents[2]
 NUM_BLOCKS = 16
@@ -83,7 +83,7 @@ class RemotePrefill:
     def __init__(self, kind: str) -> None:
         self.clock = ManualClock()
         options = {"lease_s": LONG_S, "io_timeout_s": LONG_S, "clock": self.clock}
-        self.pair = Pair(transports=(kind,), num_blocks=NUM_BLOCKS, receiver=options)
+        self.pair = Pair(num_blocks=NUM_BLOCKS, receiver=options, **wiring(kind))
         self.peer = Peer("prefill", kind, NUM_BLOCKS, {"io_timeout_s": LONG_S})
         self.ids, self.source = [3, 4, 7, 1], [9, 8, 2, 3]
         self.ticket = self.pair.reserve(self.ids)
@@ -142,7 +142,7 @@ def over(*kinds: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("remote", kinds, indirect=True)
 
 
-@over("tcp", "shm")
+@over("tcp", "shm", *LIBRARIES)
 def test_the_content_of_another_process_arrives(remote: RemotePrefill) -> None:
     remote.send_half()
     remote.push(2, 4)
@@ -153,7 +153,7 @@ def test_the_content_of_another_process_arrives(remote: RemotePrefill) -> None:
     assert remote.peer.wait_event("Drained")
 
 
-@over("tcp", "shm")
+@over("tcp", "shm", *LIBRARIES)
 def test_a_sender_killed_in_mid_transfer_is_noticed_at_once_and_fenced(remote: RemotePrefill) -> None:
     remote.send_half()
     remote.peer.signal(signal.SIGKILL)
@@ -218,7 +218,7 @@ class RemoteDecode:
     """A sender here, a receiver in another process."""
 
     def __init__(self, kind: str, *, num_blocks: int = NUM_BLOCKS, io_timeout_s: float = LONG_S) -> None:
-        self.pair = Pair(transports=(kind,), num_blocks=num_blocks, sender={"io_timeout_s": io_timeout_s})
+        self.pair = Pair(num_blocks=num_blocks, sender={"io_timeout_s": io_timeout_s}, **wiring(kind))
         self.peer = Peer("decode", kind, num_blocks, {"lease_s": LONG_S, "io_timeout_s": LONG_S})
 
     def reserve(self, num_blocks: int) -> Ticket:
@@ -234,7 +234,7 @@ class RemoteDecode:
         self.pair.__exit__()
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("kind", ["tcp", "shm", *LIBRARIES])
 def test_the_content_arrives_in_another_process(kind: str) -> None:
     with RemoteDecode(kind) as remote:
         ticket, source = remote.reserve(4), [9, 8, 2, 3]
@@ -246,7 +246,7 @@ def test_the_content_arrives_in_another_process(kind: str) -> None:
         assert remote.peer.wait_event("Committed", "Failed")["content"] == content.hexdigest()
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("kind", ["tcp", "shm", *LIBRARIES])
 def test_a_killed_receiver_is_noticed_at_once(kind: str) -> None:
     with RemoteDecode(kind) as remote:
         ticket = remote.reserve(4)
@@ -259,7 +259,7 @@ def test_a_killed_receiver_is_noticed_at_once(kind: str) -> None:
         assert remote.pair.sent.kinds(ticket.handoff_id) == ["Failed", "Drained"]
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("kind", ["tcp", "shm", *LIBRARIES])
 @pytest.mark.parametrize("when", ["before the greeting", "after half", "with the commit"])
 def test_a_stopped_receiver_is_given_up_in_time(kind: str, when: str) -> None:
     with RemoteDecode(kind, io_timeout_s=0.5) as remote:

@@ -1,436 +1,347 @@
-"""Both hand-off tables on a simulated network and a hand-moved clock, stepped in an order drawn from a seed.
+"""Simulated decode and prefill workers on a hand-moved clock, stepped in an order drawn from a seed.
 
-Nothing here has a thread: a step is one message delivered, one write begun or ended, one abort, one lost link, one jump
-of the clock. Memory is modelled as one value a page, so that a write that lands where it must not is seen at once.
-
-Payload travels in one of three ways:
-* IN_BAND (tcp; ucx looks the same from here): behind its Write, and the receiver puts it into the pool;
-* LANDED (shm): into the pool, and then the Write is sent;
-* ANNOUNCED (nixl): the Write is sent, then it lands by itself; the receiver waits for that, or until its link ends.
+Both sides own what real workers own: the hand-off table and a block manager, whose blocks are reserved, quarantined and
+freed by the same events; the engine's thread takes those events one by one, later than they happen. Nothing here has a
+thread: a step is one message delivered, one write begun or ended, one event taken, one jump of the clock, or one
+misfortune. Memory is one value a page, so that a write that lands where it must not is seen at once.
 """
 
 import random
-import zlib
-from collections import deque
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from kv_transfer import fingerprint
-from kv_transfer.handoff import (
-    CloseLink,
-    Effect,
-    Failure,
-    Post,
-    ReportCommitted,
-    ReportDrained,
-    ReportFailed,
-    ReportFenced,
-    ReportSent,
-)
 from kv_transfer.messages import Abort, Commit, Fence, Open, Renew, Write
-from kv_transfer.outbound import OutboundHandoff
-from kv_transfer.receive_table import ReceiveCounts, ReceiveTable
-from kv_transfer.records import CommitRecord
-from kv_transfer.send_table import SendTable, Work
-from tests.support.kv_pair import LAYOUT
+from tests.support.sim_decode import DecodeLife
+from tests.support.sim_network import KEEPALIVE_S, LAYERS, PROMPTS, Payload, SimTicket, Way, Wire, World
+from tests.support.sim_prefill import PrefillLife
 
-LEASE_S = 6.0
-ANSWER_S = 5.0
-NUM_BLOCKS = 12
-Page = tuple[int, int]
-
-
-class Way(Enum):
-    """How payload travels."""
-
-    IN_BAND = "in-band"
-    LANDED = "landed"
-    ANNOUNCED = "announced"
-
-
-@dataclass
-class Payload:
-    """What one Write brings: a value for each page. `landed`: it is in the pool."""
-
-    pages: dict[Page, Any]
-    landed: bool = False
-
-
-@dataclass
-class Wire:
-    """One link: frames under way each way, and how far each end has come in ending it."""
-
-    number: int
-    to_receiver: deque[Any] = field(default_factory=deque)
-    to_sender: deque[Any] = field(default_factory=deque)
-    receiving: tuple[Write, Payload, int] | None = None
-    broken: bool = False
-    sender_gone: bool = False
-    receiver_failed: bool = False
-    receiver_closed: bool = False
-
-    def break_off(self) -> None:
-        self.broken = True
-        self.to_sender.clear()
+NUM_DECODE, NUM_PREFILL = 2, 3
+MAX_ADMITTED = 30
+MISFORTUNE = 0.03
+_STRANGER = 10_000_000
+Life = TypeVar("Life", DecodeLife, PrefillLife)
 
 
 class HandoffSim:
-    """One schedule. `run` raises AssertionError at the first thing that must not happen."""
+    """One schedule. `run` raises at the first thing that must not happen. `world.seen` counts what did."""
 
     def __init__(self, seed: int, *, way: Way, faults: bool) -> None:
-        self.random = random.Random(seed)
-        self.way = way
-        self.one_sided = way is not Way.IN_BAND
-        self.faults = faults
-        self.now = 0.0
-        self.receiver = ReceiveTable(
-            num_blocks=NUM_BLOCKS,
-            num_layers=LAYOUT.num_layers,
-            page_bytes=LAYOUT.page_bytes,
-            incarnation=b"i" * 16,
-            lease_s=LEASE_S,
-            verify=True,
-        )
-        self.sender = SendTable(answer_timeout_s=ANSWER_S)
-        self.wires: list[Wire] = []
-        self.pool: dict[Page, Any] = {}
-        self.free = list(range(NUM_BLOCKS))
-        self.places: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self.received: dict[str, list[str]] = {}
-        self.sent: dict[str, list[str]] = {}
-        self.fenced: set[str] = set()
-        self.work: dict[int, tuple[Work, Payload]] = {}
-        self.scripts: dict[str, list[Any]] = {}
-        self.stopped = False
+        self.world = World(random.Random(seed), way, faults)
+        self.lives = 0
+        self.num_links = 0
+        self.num_admitted = 0
+        self.decodes = [self._decode(f"d{number}") for number in range(NUM_DECODE)]
+        self.prefills = [self._prefill() for _ in range(NUM_PREFILL)]
+        self.past: list[DecodeLife | PrefillLife] = []
+        self.tickets: list[SimTicket] = []
+        self.old_tickets: list[SimTicket] = []
+        self._steps = self._weighted()
+        self._misfortunes: list[Callable[[], None]] = [
+            self.cancel_at_decode, self.cancel_at_prefill, self.break_wire, self.jump_clock, self.stop_or_go, self.kill,
+            self.partition, self.heal, self.forge, self.forge, self.replay_ticket,
+        ]  # fmt: skip
 
     def run(self, steps: int) -> None:
         """Random steps, then everything to its end."""
+        draw, choice = self.world.random.random, self.world.random.choice
         for _ in range(steps):
-            self.step()
-        self.settle(kill=self.random.random() < 0.2)
+            if draw() < MISFORTUNE:
+                choice(self._misfortunes)()
+            else:
+                choice(self._steps)()
+        self.settle()
 
-    def settle(self, *, kill: bool) -> None:
-        """Let everything come to its end: messages, leases, deadlines; or first kill the sender's process."""
-        self.stopped = False
-        if kill:
-            self.scripts.clear()
-            self.work.clear()
-            for wire in self.wires:
-                wire.broken = wire.sender_gone = True
-        for _ in range(60):
-            while self.scripts and not kill:
-                self.advance_script()
-            for _ in range(120):
-                for wire in self.wires:
-                    self.deliver_to_receiver(wire)
-                    if not kill:
-                        self.deliver_to_sender(wire)
-                if not kill:
-                    self.begin_work()
-                    self.end_work()
-            self.move_clock(2.0, kill=kill)
-            if len(self.receiver) == 0 and (kill or len(self.sender) == 0):
+    def settle(self) -> None:
+        """Let everything come to its end: messages, leases, deadlines. The network may stay as it is."""
+        if self.world.random.random() < 0.2:
+            self.kill()
+        for life in (*self.decodes, *self.prefills):
+            life.stopped = False
+        self.tickets.clear()
+        for _ in range(70):
+            while self._all_go_on():
+                pass
+            if self._is_idle():
                 break
-        self.check_end(kill=kill)
+            self.move_clock(2.0)
+        self.check_end()
 
-    def check_end(self, *, kill: bool) -> None:
-        """Every hand-off has had its one ending on each side, and nothing is held."""
-        assert self.receiver.counts() == ReceiveCounts(0, 0, 0, 0)
-        assert self.receiver.next_expiry() is None
-        assert sorted(self.free) == list(range(NUM_BLOCKS))
-        for name in self.places:
-            assert self.received[name] in (["ReportCommitted"], ["ReportFailed", "ReportFenced"]), name
-        if kill:
-            return
-        assert len(self.sender) == 0
-        for name, events in self.sent.items():
-            assert events in (["ReportSent", "ReportDrained"], ["ReportFailed", "ReportDrained"]), name
-            if events[0] == "ReportSent":
-                assert self.received[name] == ["ReportCommitted"]
+    def check_end(self) -> None:
+        """Every hand-off has had its one ending on each side, nothing is held, and both sides agree."""
+        for life in (*self.decodes, *self.prefills):
+            life.assert_idle()
+        committed = {
+            hid
+            for life in (*self.decodes, *self.past)
+            if isinstance(life, DecodeLife)
+            for hid, events in life.events.items()
+            if events == ["ReportCommitted"]
+        }
+        for life in (*self.prefills, *self.past):
+            for hid, events in life.past if isinstance(life, PrefillLife) else ():
+                self.world.seen[f"prefill: {events[0]}"] += 1
+                assert events[0] != "ReportSent" or hid in committed, f"{hid} was sent, but nobody has it"
+        for decode in self.decodes:
+            self.world.seen.update(f"decode: {events[0]}" for events in decode.events.values())
 
     # ---- steps
 
-    def step(self) -> None:
-        choices = [self.reserve_and_open] + [self.deliver] * 6 + [self.advance_script] * 4
-        choices += [self.begin_work] * 3 + [self.end_work] * 3 + [self.move_clock]
-        rare = [self.abort_receiver, self.abort_sender, self.break_wire, self.jump_clock, self.stop_or_go, self.forge]
-        self.random.choice(rare if self.random.random() < 0.04 else choices)()
+    def _weighted(self) -> list[Callable[[], object]]:
+        return [
+            self.admit, self.dispatch, *[self.deliver] * 8, *[self.work] * 6, *[self.compute] * 4, *[self.turn] * 4,
+            self.connect, self.connect, self.finish, self.move_clock,
+        ]  # fmt: skip
 
-    def reserve_and_open(self) -> None:
-        wanted = self.random.randint(0, 3)
-        if len(self.free) < wanted or len(self.places) >= 40:
+    def admit(self) -> None:
+        """The router asks a decode worker for a place."""
+        decode = self._any(self.decodes)
+        if decode is None or self.num_admitted >= MAX_ADMITTED:
             return
-        ids = tuple(self.free.pop(self.random.randrange(len(self.free))) for _ in range(wanted))
-        first = self.random.randint(0, 2)
-        name = f"h{len(self.places)}"
-        self.places[name] = (first, ids)
-        self.receiver.reserve(
-            name, secret=b"s", attempt=1, first_block=first, block_ids=ids, num_tokens=9, now=self.now
-        )
-        if self.random.random() < 0.1:
-            return  # A ticket that no sender ever uses.
-        wire = self.live_wire()
-        handoff = OutboundHandoff(
-            handoff_id=name,
-            attempt=1,
-            incarnation=b"i" * 16,
-            secret=b"s",
-            first_block=first,
-            block_ids=ids,
-            lease_s=LEASE_S,
-            deadline=self.now + self.random.choice((8.0, 60.0)),
-            link=wire.number,
-            layout=LAYOUT,
-        )
-        self.sent[name] = []
-        end = first + wanted
-        script: list[Any] = [("push", 0, range(end), range(layer, layer + 1)) for layer in range(LAYOUT.num_layers)]
-        self.scripts[name] = [*script, ("commit",)]
-        self.at_sender(self.sender.open(handoff, self.now))
-
-    def advance_script(self) -> None:
-        if self.stopped or not self.scripts:
-            return
-        name = self.random.choice(list(self.scripts))
-        action = self.scripts[name].pop(0)
-        if not self.scripts[name]:
-            del self.scripts[name]
-        if action[0] == "push":
-            self.at_sender(self.sender.push(name, *action[1:]))
+        self.num_admitted += 1
+        ticket = decode.admit(self.world.random.choice(PROMPTS), self.world.random.randint(1, 2))
+        if ticket is None:
+            self.world.seen["decode pool full"] += 1
+        elif self.world.random.random() < 0.9:
+            self.tickets.append(ticket)
         else:
-            self.at_sender(self.sender.commit(name, CommitRecord(9, b"t")))
+            self.world.seen["ticket never used"] += 1
+            self.old_tickets.append(ticket)
+
+    def dispatch(self) -> None:
+        """The router gives a ticket to a prefill worker."""
+        prefill = self._any(self.prefills)
+        if prefill is not None and self.tickets:
+            ticket = self.tickets.pop(self.world.random.randrange(len(self.tickets)))
+            self.old_tickets.append(ticket)
+            self._submit(prefill, ticket)
+
+    def connect(self) -> None:
+        """A greeting comes to its end, one way or the other. Some find another life than the ticket's."""
+        prefill = self._any(self.prefills)
+        waiting = [wire for wire in prefill.wires.values() if wire.receiver is None] if prefill else []
+        if prefill is None or not waiting:
+            return
+        wire = self.world.random.choice(waiting)
+        incarnation = next(key for key, outlet in prefill.outlets.items() if outlet is wire)
+        peer = next((decode for decode in self.decodes if decode.incarnation == incarnation), None)
+        if peer is None:
+            self.world.seen["stale incarnation"] += 1
+            peer = self._any(self.decodes)
+            if peer is None or self.world.random.random() < 0.5:
+                prefill.unreachable(wire)
+                return  # Otherwise as if the greeting had not checked: then the receive table must.
+        if peer.alive and not peer.stopped:
+            prefill.connect(wire, peer)
 
     def deliver(self) -> None:
-        if not self.wires:
-            return
-        wire = self.random.choice(self.wires)
-        if self.random.random() < 0.5:
-            self.deliver_to_receiver(wire)
-        elif not self.stopped:
-            self.deliver_to_sender(wire)
+        """Something arrives somewhere."""
+        life = self._any([*self.decodes, *self.prefills])
+        if life is not None and life.wires:
+            life.deliver(self.world.random.choice(list(life.wires.values())))
 
-    def deliver_to_receiver(self, wire: Wire) -> None:
-        if wire.receiving is not None:
-            self.end_receive(wire)
-        elif wire.to_receiver and not wire.receiver_failed:
-            self.handle_at_receiver(wire, *self.take(wire.to_receiver))
-        elif wire.broken and not wire.receiver_failed and not wire.to_receiver:
-            wire.receiver_failed = True
-            self.at_receiver(self.receiver.link_failed(wire.number, "lost"))
-        elif wire.receiver_failed and not wire.receiver_closed and wire.sender_gone:
-            wire.receiver_closed = True
-            self.at_receiver(self.receiver.link_closed(wire.number))
+    def work(self) -> None:
+        """A link's writer begins or ends something."""
+        prefill = self._any(self.prefills)
+        if prefill is not None and prefill.wires:
+            wire = self.world.random.choice(list(prefill.wires.values()))
+            if not prefill.end_work(wire):
+                prefill.begin_work(wire)
 
-    def deliver_to_sender(self, wire: Wire) -> None:
-        if wire.to_sender and not wire.broken:
-            message, _ = self.take(wire.to_sender)
-            self.at_sender(self.sender.handle(wire.number, message, self.now))
-        elif wire.broken and not wire.sender_gone:
-            self.at_sender(self.sender.link_lost(wire.number, Failure("lost")))
-            # The channel is closed only when the link's writer has left the peer's pool.
-            wire.sender_gone = wire.number not in self.work or not self.one_sided
+    def compute(self) -> None:
+        prefill = self._any(self.prefills)
+        if prefill is not None and prefill.jobs:
+            prefill.compute(self.world.random.choice(list(prefill.jobs)))
 
-    def take(self, queue: deque[Any]) -> tuple[Any, Payload]:
-        draw = self.random.random() if self.faults else 0.5
-        if draw < 0.03 and len(queue) > 1:
-            queue.rotate(-1)
-        item: tuple[Any, Payload] = queue.popleft()
-        if draw > 0.97:
-            queue.append(item)
-        if 0.94 < draw < 0.96 and queue:
-            item = queue.popleft()  # The one before it is lost.
-        return item
+    def turn(self) -> None:
+        life = self._any([*self.decodes, *self.prefills])
+        if life is not None:
+            life.turn()
 
-    def handle_at_receiver(self, wire: Wire, message: Any, payload: Payload) -> None:
-        table, number = self.receiver, wire.number
-        if isinstance(message, Write):
-            seed, effects = table.begin_write(number, message, self.now)
-            self.at_receiver(effects)
-            if seed is not None:
-                wire.receiving = (message, payload, seed)
-        elif isinstance(message, Open):
-            self.at_receiver(table.open(number, message, transport="t", one_sided=self.one_sided, now=self.now))
-        elif isinstance(message, Commit):
-            self.at_receiver(table.commit(number, message, self.now))
-        elif isinstance(message, Renew):
-            self.at_receiver(table.renew(number, message, self.now))
-        elif isinstance(message, Abort):
-            self.at_receiver(table.peer_abort(number, message))
-        elif isinstance(message, Fence):
-            self.at_receiver(table.fence(number, message))
+    def finish(self) -> None:
+        decode = self._any(self.decodes)
+        if decode is not None and decode.running:
+            decode.finish(self.world.random.choice(list(decode.running)))
 
-    def end_receive(self, wire: Wire) -> None:
-        """The payload is there, or (the link being broken off) will not be waited for any longer."""
-        assert wire.receiving is not None
-        message, payload, seed = wire.receiving
-        landed = payload.landed
-        if self.way is Way.IN_BAND:
-            landed = not (wire.broken and self.random.random() < 0.5)
-            self.land(message.handoff_id, payload)
-        if not landed and not wire.broken:
-            return
-        wire.receiving = None
-        found = self.fingerprints(message, seed) if landed else []
-        self.at_receiver(self.receiver.end_write(message, landed=landed, fingerprints=found, now=self.now))
+    def move_clock(self, seconds: float = 0.25) -> None:
+        self.world.now += seconds
+        for prefill in self.prefills:
+            for wire in prefill.wires.values():
+                blocked = wire.up_blocked or wire.down_blocked
+                if blocked and self.world.now - wire.blocked_at > KEEPALIVE_S and not wire.dead:
+                    self.world.seen["keepalive"] += 1
+                    wire.give_up()
+            if not prefill.stopped:
+                prefill.tick()
+        for decode in self.decodes:
+            for wire in decode.wires.values():  # Those whose sender is gone already.
+                blocked = wire.up_blocked or wire.down_blocked
+                if blocked and self.world.now - wire.blocked_at > KEEPALIVE_S and not wire.dead:
+                    wire.give_up()
+            if not decode.stopped:
+                decode.apply(decode.table.expire(self.world.now))
 
-    def fingerprints(self, message: Write, seed: int) -> list[int]:
-        """Of the pages that a Write names, as they are in the pool now."""
-        layers = range(message.layer, message.layer + message.num_layers)
-        return [fingerprint_of(self.pool.get((block, layer)), seed) for block in message.block_ids for layer in layers]
+    # ---- misfortunes
 
-    def begin_work(self) -> None:
-        if self.stopped or not self.wires:
-            return
-        wire = self.random.choice(self.wires)
-        if wire.sender_gone or wire.number in self.work:
-            return
-        work = self.sender.next_work(wire.number, self.now)
-        if work is None:
-            return
-        payload = Payload({})
-        if work.run is not None:
-            handoff = work.handoff
-            seed = fingerprint.seed(handoff.handoff_id, handoff.attempt)
-            for block in work.run.blocks:
-                for layer in work.run.layers:
-                    value = (handoff.handoff_id, block, layer)
-                    handoff.fingerprints[handoff.page_number(block, layer)] = fingerprint_of(value, seed)
-                    payload.pages[handoff.block_ids[block - handoff.first_block], layer] = value
-            if self.way is Way.ANNOUNCED:
-                self.send_write(wire, work, payload)
-        self.work[wire.number] = (work, payload)
+    def cancel_at_decode(self) -> None:
+        decode = self._any(self.decodes)
+        if decode is not None and decode.admitted:
+            decode.cancel(self.world.random.choice(list(decode.admitted)))
+            self.world.seen["cancelled at decode"] += 1
 
-    def end_work(self) -> None:
-        if self.stopped or not self.work:
-            return
-        number = self.random.choice(list(self.work))
-        work, payload = self.work.pop(number)
-        handoff = work.handoff
-        if work.run is None:
-            seed = fingerprint.seed(handoff.handoff_id, handoff.attempt)
-            checksums = fingerprint.fold_blocks(handoff.fingerprints, LAYOUT.num_layers, seed)
-            self.at_sender(self.sender.commit_built(handoff, checksums, b""))
-            return
-        if self.one_sided:
-            self.land(handoff.handoff_id, payload)
-        if self.way is not Way.ANNOUNCED:
-            self.send_write(self.wires[number], work, payload)
-        self.at_sender(self.sender.work_done(handoff, [work.run], self.now))
-
-    def send_write(self, wire: Wire, work: Work, payload: Payload) -> None:
-        assert work.run is not None
-        handoff, blocks, layers = work.handoff, work.run.blocks, work.run.layers
-        first = blocks.start - handoff.first_block
-        ids = handoff.block_ids[first : first + len(blocks)]
-        if not wire.broken:
-            wire.to_receiver.append((Write(handoff.handoff_id, blocks.start, ids, layers.start, len(layers)), payload))
-
-    def abort_receiver(self) -> None:
-        if self.places:
-            self.at_receiver(self.receiver.abort(self.random.choice(list(self.places)), Failure("cancelled")))
-
-    def abort_sender(self) -> None:
-        if self.places and not self.stopped:
-            self.at_sender(self.sender.abort(self.random.choice(list(self.places)), Failure("cancelled")))
+    def cancel_at_prefill(self) -> None:
+        prefill = self._any(self.prefills)
+        if prefill is not None and prefill.jobs:
+            prefill.cancel(self.world.random.choice(list(prefill.jobs)))
+            self.world.seen["cancelled at prefill"] += 1
 
     def break_wire(self) -> None:
-        if self.wires:
-            self.random.choice(self.wires).break_off()
-
-    def stop_or_go(self) -> None:
-        self.stopped = not self.stopped
-
-    def forge(self) -> None:
-        """Another link says something about a hand-off that is not its own."""
-        if not self.places or not self.wires:
+        """One end has had enough of the link, whatever for."""
+        wire = self._any_wire()
+        if wire is None or wire.receiver is None:
             return
-        name = self.random.choice(list(self.places))
-        first, ids = self.places[name]
-        forged = (
-            Open(name, 1, b"i" * 16, b"wrong", "t"),
-            Open(name, 2, b"i" * 16, b"s", "t"),
-            Open(name, 1, b"j" * 16, b"s", "t"),
-            Write(name, first, ids, 0, LAYOUT.num_layers),
-            Commit(name, 9, b"", (1,) * len(ids), len(ids) * LAYOUT.num_layers),
-            Abort(name, 7, "forged"),
-            Fence(name),
-            Renew((name,)),
-        )
-        before = {key: list(value) for key, value in self.received.items()}
-        wire = Wire(10_000)
-        self.handle_at_receiver(wire, self.random.choice(forged), Payload({}))
-        assert wire.receiving is None, "a stranger may write"
-        assert before == self.received, "a stranger changed something"
+        self.world.seen["link broken"] += 1
+        if self.world.random.random() < 0.5 and not wire.sender.stopped:
+            wire.sender.break_off(wire)
+        elif not wire.receiver.stopped and wire.receiver.alive:
+            wire.receiver.break_off(wire.number)
 
     def jump_clock(self) -> None:
-        self.move_clock(self.random.choice((2.0, 7.0)))
+        self.world.seen["clock jumped"] += 1
+        self.move_clock(self.world.random.choice((2.0, 7.0)))
 
-    def move_clock(self, seconds: float = 0.25, *, kill: bool = False) -> None:
-        self.now += seconds
-        self.at_receiver(self.receiver.expire(self.now))
-        if not self.stopped and not kill:
-            self.at_sender(self.sender.expire(self.now))
+    def stop_or_go(self) -> None:
+        """SIGSTOP, or SIGCONT."""
+        life = self.world.random.choice([*self.decodes, *self.prefills])
+        life.stopped = not life.stopped
+        self.world.seen["stopped"] += life.stopped
 
-    # ---- the world
+    def kill(self) -> None:
+        """SIGKILL, of a stopped process too. Another life begins with nothing."""
+        number = self.world.random.randrange(NUM_DECODE + NUM_PREFILL)
+        if number < NUM_DECODE:
+            decode = self.decodes[number]
+            for wire in decode.wires.values():
+                wire.to_sender(None)
+                wire.receiver_broken = wire.receiver_failed = wire.receiver_closed = True
+            self.decodes[number] = self._decode(decode.name)
+            self.world.seen["decode killed"] += 1
+            self._bury(decode)
+        else:
+            prefill = self.prefills[number - NUM_DECODE]
+            for wire in prefill.wires.values():
+                prefill.die_writing(wire)
+                if not (wire.sender_broken and not self.world.one_sided):
+                    wire.to_receiver(None)
+                wire.sender_broken = wire.sender_failed = wire.sender_closed = True
+            self.prefills[number - NUM_DECODE] = self._prefill()
+            self.world.seen["prefill killed"] += 1
+            self._bury(prefill)
 
-    def land(self, name: str, payload: Payload) -> None:
-        """Bytes reach the pool. Never after the fence, never after the commit."""
-        assert name not in self.fenced, f"a write of {name} landed after its fence"
-        assert "ReportCommitted" not in self.received.get(name, []), f"a write of {name} landed after its commit"
-        self.pool.update(payload.pages)
-        payload.landed = True
+    def partition(self) -> None:
+        """The network holds back what one end says, or both. Not between processes that share memory."""
+        wire = self._any_wire()
+        if wire is None or wire.dead or self.world.way is Way.LANDED:
+            return
+        kind = self.world.random.choice(("up", "down", "both"))
+        self.world.seen[f"partition: {kind}"] += 1
+        wire.up_blocked, wire.down_blocked = kind != "down", kind != "up"
+        wire.blocked_at = self.world.now
 
-    def holds(self, name: str) -> bool:
-        first, ids = self.places[name]
-        pages = ((block, layer) for block in range(len(ids)) for layer in range(LAYOUT.num_layers))
-        return all(self.pool.get((ids[b], layer)) == (name, first + b, layer) for b, layer in pages)
+    def heal(self) -> None:
+        wire = self._any_wire(blocked=True)
+        if wire is not None:
+            self.world.seen["healed"] += 1
+            wire.up_blocked = wire.down_blocked = False
 
-    def live_wire(self) -> Wire:
-        for wire in self.wires:
-            if not wire.broken:
-                return wire
-        wire = Wire(len(self.wires))
-        self.wires.append(wire)
-        self.sender.link_added(wire.number)
-        self.at_sender(self.sender.link_ready(wire.number, "t", self.now))
-        return wire
+    def replay_ticket(self) -> None:
+        """A ticket that was used, lost or outlived its worker is used (again)."""
+        prefill = self._any(self.prefills)
+        if prefill is not None and self.old_tickets:
+            self.world.seen["ticket replayed"] += self._submit(prefill, self.world.random.choice(self.old_tickets))
 
-    def at_receiver(self, effects: list[Effect]) -> None:
-        """Carry out what the decode side decided."""
-        for effect in effects:
-            if isinstance(effect, Post):
-                if effect.link < len(self.wires) and not self.wires[effect.link].broken:
-                    self.wires[effect.link].to_sender.append((effect.message, Payload({})))
-            elif isinstance(effect, CloseLink):
-                self.wires[effect.link].break_off()
-            else:
-                assert isinstance(effect, ReportCommitted | ReportFailed | ReportFenced)
-                self.note_received(effect.handoff_id, type(effect).__name__)
+    def forge(self) -> None:
+        """A worker that does not hold a ticket says something about its hand-off, on a link of its own."""
+        decode = self._any(self.decodes)
+        if decode is None or not self.old_tickets:
+            return
+        ticket = self.world.random.choice(self.old_tickets)
+        hid, ids = ticket.handoff_id, ticket.block_ids
+        good = Open(hid, ticket.attempt, decode.incarnation, ticket.secret, "t")
+        forged = (
+            Open(hid, ticket.attempt, decode.incarnation, b"guess", "t"),
+            Open(hid, ticket.attempt + 1, decode.incarnation, ticket.secret, "t"),
+            Open(hid, ticket.attempt, b"elsewhere", ticket.secret, "t"),
+            Open(hid, ticket.attempt, decode.incarnation, ticket.secret, "other"),
+            *([good] if hid not in decode.receiving or ticket in self._opened(decode) else []),
+            Write(hid, ticket.first_block, ids, 0, LAYERS),
+            Commit(hid, len(ticket.prompt.tokens), b"", (1,) * len(ids), len(ids) * LAYERS),
+            Abort(hid, 7, "forged"),
+            Fence(hid),
+            Renew((hid,)),
+        )
+        before = {key: list(value) for key, value in decode.events.items()}
+        decode.handle(_STRANGER, self.world.random.choice(forged), Payload(), None)
+        assert before == decode.events, "a stranger changed something"
+        self.world.seen["forged"] += 1
 
-    def at_sender(self, effects: list[Effect]) -> None:
-        """Carry out what the prefill side decided."""
-        for effect in effects:
-            if isinstance(effect, Post):
-                if not self.wires[effect.link].broken:
-                    self.wires[effect.link].to_receiver.append((effect.message, Payload({})))
-            elif isinstance(effect, CloseLink):
-                self.wires[effect.link].break_off()
-            elif isinstance(effect, ReportSent | ReportFailed | ReportDrained):
-                self.sent[effect.handoff_id].append(type(effect).__name__)
+    # ---- inside
 
-    def note_received(self, name: str, kind: str) -> None:
-        self.received.setdefault(name, []).append(kind)
-        _, ids = self.places[name]
-        if kind == "ReportCommitted":
-            assert self.holds(name), f"{name} was committed with other content"
-            self.receiver.release(name)
-        if kind == "ReportFenced":
-            self.fenced.add(name)
-        if kind in ("ReportCommitted", "ReportFenced"):
-            self.free.extend(ids)
+    def _opened(self, decode: DecodeLife) -> list[SimTicket]:
+        """Tickets that are bound to a link already."""
+        return [
+            decode.admitted[hid].ticket
+            for hid, handoff in decode.table._handoffs.items()
+            if handoff.link is not None and hid in decode.admitted
+        ]
 
+    def _submit(self, prefill: PrefillLife, ticket: SimTicket) -> bool:
+        self.num_links += 1
+        deadline = self.world.now + self.world.random.choice((8.0, 60.0))
+        return prefill.submit(replace(ticket), deadline, self.num_links)
 
-def fingerprint_of(value: Any, seed: int) -> int:
-    """Of one page that holds this value."""
-    return zlib.crc32(repr(value).encode(), seed & 0xFFFFFFFF)
+    def _decode(self, name: str) -> DecodeLife:
+        self.lives += 1
+        return DecodeLife(self.world, name, bytes([self.lives]) * 16)
+
+    def _prefill(self) -> PrefillLife:
+        self.lives += 1
+        return PrefillLife(self.world, self.lives)
+
+    def _bury(self, life: DecodeLife | PrefillLife) -> None:
+        life.alive = False
+        self.past.append(life)
+
+    def _any(self, lives: Sequence[Life]) -> Life | None:
+        life = self.world.random.choice(lives)
+        return None if life.stopped else life
+
+    def _any_wire(self, *, blocked: bool = False) -> Wire | None:
+        wires = [wire for life in self.prefills for wire in life.wires.values()]
+        if blocked:
+            wires = [wire for wire in wires if wire.up_blocked or wire.down_blocked]
+        return self.world.random.choice(wires) if wires else None
+
+    def _all_go_on(self) -> bool:
+        """One round of everything that can go on; whether anything did."""
+        went = False
+        for prefill in self.prefills:
+            self.connect()
+            for wire in list(prefill.wires.values()):
+                went |= prefill.end_work(wire) or prefill.begin_work(wire)
+                went |= prefill.deliver(wire)
+            for hid in list(prefill.jobs):
+                went |= prefill.compute(hid)
+            went |= prefill.turn()
+        for decode in self.decodes:
+            for wire in list(decode.wires.values()):
+                went |= decode.deliver(wire)
+            went |= decode.turn()
+            for hid in list(decode.running):
+                decode.finish(hid)
+        return went
+
+    def _is_idle(self) -> bool:
+        return not any(len(decode.table) or decode.inbox for decode in self.decodes) and not any(
+            prefill.jobs for prefill in self.prefills
+        )

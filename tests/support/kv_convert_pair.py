@@ -36,7 +36,7 @@ class ConvertPair:
         values = np.random.default_rng(1).standard_normal(self.prefill.pool.size_bytes // 4).astype(np.float32)
         np.frombuffer(self.prefill.pool.buffer, np.uint8)[:] = values.view(np.uint8)
         self.local = [int(block) for block in np.random.default_rng(2).permutation(source.blocks_for(num_tokens))]
-        one_sided = kind in ("shm", "memory-direct")
+        one_sided = kind in ("shm", "memory-direct", "nixl")
         self.wire = wire_layout(target, None if one_sided else wire_dtype)
         self.received, self.sent = Events(), Events()
         how = wiring(kind)

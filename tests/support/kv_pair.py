@@ -1,5 +1,6 @@
 """A prefill and a decode end in one process, with small pools, recorded events and waits that end."""
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -8,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from kv_cache.layout import KVCacheLayout, KVDtype
+from kv_transfer.end_facts import INSTALL, has_library
 from kv_transfer.events import CommitRecord, Committed, Drained, Failed, Fenced, ReceiveEvent, SendEvent, Sent
 from kv_transfer.faults import FaultPlan
 from kv_transfer.identity import Identity
+from kv_transfer.network import build_network
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.region import MemoryRegion
 from kv_transfer.sender import HandoffSender
+from kv_transfer.transport import Network
 from kv_transfer.transport_memory import MemoryNetwork
 from kvferry_rpc.internal_pb2 import Ticket
 from runtime.clock import SystemClock
@@ -92,8 +96,17 @@ def block_of(identity: Identity, block_id: int) -> "np.ndarray[Any, np.dtype[np.
     return np.frombuffer(identity.pool.buffer[block_id * size : (block_id + 1) * size], np.uint8)
 
 
-KINDS = ("memory", "memory-direct", "tcp", "shm")
+LIBRARIES = tuple(name for name in INSTALL if has_library(name))
+"""Transports of libraries that are installed."""
+
+KINDS = ("memory", "memory-direct", "tcp", "shm", *LIBRARIES)
 """Every way payload travels; `memory-direct` is the memory network with one-sided writes."""
+
+
+@functools.cache
+def library_network(kind: str) -> Network:
+    """One for all tests: a process has one of each library."""
+    return build_network((kind,), "127.0.0.1")
 
 
 def wiring(kind: str, plan: FaultPlan | None = None) -> dict[str, Any]:
@@ -101,7 +114,7 @@ def wiring(kind: str, plan: FaultPlan | None = None) -> dict[str, Any]:
     if kind.startswith("memory"):
         network = MemoryNetwork(plan, one_sided=kind == "memory-direct")
         return {"transports": ("memory",), "shared": {"network": network}}
-    return {"transports": (kind,)}
+    return {"transports": (kind,), "shared": {"network": library_network(kind)} if kind in LIBRARIES else {}}
 
 
 class Pair:

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from kv_transfer.events import CommitRecord, Committed, Drained, Failed, Fenced, ReceiveEvent, SendEvent, Sent
+from kv_transfer.network import build_network
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc.internal_pb2 import Ticket
@@ -31,8 +32,14 @@ def prefill(config: dict[str, Any]) -> None:
         tell(event=type(event).__name__, handoff_id=event.handoff_id, message=message)
         assert isinstance(event, Sent | Failed | Drained)
 
+    network = build_network(config["transports"], "127.0.0.1")
     sender = HandoffSender(
-        identity, transports=config["transports"], clock=SystemClock(), on_event=on_event, **config["options"]
+        identity,
+        transports=config["transports"],
+        network=network,
+        clock=SystemClock(),
+        on_event=on_event,
+        **config["options"],
     )
     tell(ready=True)
     for line in sys.stdin:
@@ -45,6 +52,7 @@ def prefill(config: dict[str, Any]) -> None:
         elif command["do"] == "commit":
             sender.commit(ticket.handoff_id, CommitRecord(command["num_tokens"], b"first token"))
     sender.close(10.0)
+    network.close()
 
 
 def decode(config: dict[str, Any]) -> None:
@@ -60,10 +68,12 @@ def decode(config: dict[str, Any]) -> None:
         tell(event=type(event).__name__, handoff_id=event.handoff_id, message=message, content=content.hexdigest())
         assert isinstance(event, Committed | Failed | Fenced)
 
+    network = build_network(config["transports"], "127.0.0.1")
     receiver = HandoffReceiver(
         identity,
         bind_host="127.0.0.1",
         transports=config["transports"],
+        network=network,
         clock=SystemClock(),
         on_event=on_event,
         **config["options"],
@@ -77,6 +87,7 @@ def decode(config: dict[str, Any]) -> None:
         tickets[ticket.handoff_id] = ticket
         tell(ticket=ticket.SerializeToString().hex())
     receiver.close(10.0)
+    network.close()
 
 
 if __name__ == "__main__":

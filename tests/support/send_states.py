@@ -45,7 +45,7 @@ def in_state(name: str) -> SendTable:
     table.link_ready(LINK, "t", 1.0)
     if name == "asked":
         return table
-    table.handle(LINK, Opened("h"), 2.0)
+    table.handle(LINK, Opened("h", 1), 2.0)
     if name == "transferring":
         return table
     table.push("h", 0, range(2), ALL)

@@ -177,8 +177,13 @@ async def test_a_worker_whose_engine_dies_ends_its_calls_and_exits_with_an_error
             call = await open_session(worker, connection)
             await call.write(admission("r"))
         else:
-            ticket = Ticket(handoff_id="r/1/x", lease_ms=1000, block_ids=[0], data_address="127.0.0.1:1")
-            ticket.layout.block_size = 8
+            ticket = Ticket(
+                handoff_id="r/1/x",
+                lease_ms=1000,
+                block_ids=[0],
+                data_address="127.0.0.1:1",
+                layout=worker.registered.result().layout,
+            )
             fields: dict[str, Any] = {"prompt_token_ids": [5, 6, 7], "sampling": SAMPLING, "deadline_ms": 60_000}
             call = PrefillWorkerStub(connection).Prefill(
                 PrefillRequest(request_id="r", attempt=1, ticket=ticket, **fields)
