@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kv_transfer.options import AUTO, SendOptions, WireDtype
+from kv_transfer.options import AUTO, SendOptions, WireDtype, check_names
 from runtime.config import flag_name
 
 INTERNAL_HOST = "127.0.0.1"  # workers, and the port where they attach: never reachable from elsewhere
@@ -43,6 +43,8 @@ class ClusterSpec:
     token_budget: int | None = None
     max_num_seqs: int | None = None
     strict_handoff: bool = False
+    require_transport: tuple[str, ...] = ()
+    reuse_decode_kv: bool | None = None
     log_level: str = "info"
     restart: bool = True
     start_timeout_s: float = 180.0
@@ -70,6 +72,7 @@ class ClusterSpec:
             for name in ("transports", "forbid_transports", "kv_wire_dtype", "max_backlog_mb", "lease_s")
         }
         SendOptions(**{name: value for name, value in given.items() if value is not None}).validate()
+        check_names("--require-transport", self.require_transport)
         for name in ("block_size", "prefill_block_size", "decode_block_size"):
             if getattr(self, name) not in (None, 8, 16, 32, 64, 128):
                 raise ValueError(f"{flag_name(name)} must be a power of two from 8 to 128")
@@ -89,8 +92,11 @@ class ClusterSpec:
         """Command line of the router; `ports` holds http_port, grpc_port and internal_port (0 = any free one)."""
         name = {"served_model_name": self.served_model_name}
         flags = {**self._common(secret_file), **name, "host": self.host, "internal_host": INTERNAL_HOST, **ports}
-        strict = ("--strict-handoff",) if self.strict_handoff else ()
-        return (*self.commands.router, *_flags(flags), *strict, "--exit-on-stdin-close")
+        flags["require_transport"] = ",".join(self.require_transport) or None
+        switches = ["--strict-handoff"] if self.strict_handoff else []
+        if self.reuse_decode_kv is not None:
+            switches.append("--reuse-decode-kv" if self.reuse_decode_kv else "--no-reuse-decode-kv")
+        return (*self.commands.router, *_flags(flags), *switches, "--exit-on-stdin-close")
 
     def worker_argv(self, worker_id: str, secret_file: Path, router_address: str) -> tuple[str, ...]:
         """Command line of one worker that attaches to `router_address`."""

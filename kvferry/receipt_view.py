@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from kv_transfer.choice import degraded
 from kvferry_rpc.common_pb2 import KVReceipt
+
+_FINAL = "final: "  # How the last failure of a request begins that got no answer.
 
 
 def receipt_dict(receipt: KVReceipt) -> dict[str, Any]:
@@ -23,13 +26,12 @@ def receipt_dict(receipt: KVReceipt) -> dict[str, Any]:
 def receipt_rows(receipt: KVReceipt) -> list[tuple[str, str]]:
     """The receipt as (label, value) rows in the order of a request's life."""
     moved = receipt.prefill_worker != receipt.decode_worker
+    no_handoff = "none" if moved or not receipt.decode_worker else "none: prefill ran on the decode worker"
     checksum = receipt.checksum.hex() or "none"
     verified = "verified" if receipt.checksum_verified else "NOT VERIFIED"
-    if not receipt.checksum_verified and not receipt.decode_ms:
-        verified = "decode worker's half missing: a stop string ended the answer first"
     rows = [
         ("request_id", receipt.request_id),
-        ("handoff_id", receipt.handoff_id or "none: prefill ran on the decode worker"),
+        ("handoff_id", receipt.handoff_id or no_handoff),
         ("attempt", str(receipt.attempt)),
         ("prefill_worker", receipt.prefill_worker),
         ("decode_worker", receipt.decode_worker),
@@ -56,10 +58,13 @@ def receipt_rows(receipt: KVReceipt) -> list[tuple[str, str]]:
         ("commit_ms", f"{receipt.commit_ms:.1f}"),
         ("decode_ms", f"{receipt.decode_ms:.1f}"),
     ]
-    return rows + [("earlier_failure", failure) for failure in receipt.earlier_failures]
+    return rows + [
+        ("failure" if failure.startswith(_FINAL) else "earlier_failure", failure)
+        for failure in receipt.earlier_failures
+    ]
 
 
 def _expected(receipt: KVReceipt) -> str:
-    if receipt.expected_transport in ("", receipt.transport):
+    if not degraded(receipt.transport, receipt.expected_transport):
         return receipt.expected_transport or "none"
     return f"{receipt.expected_transport} (BUT {receipt.transport} WAS USED)"

@@ -9,6 +9,7 @@ from router.dispatcher import DispatchLimits
 from runtime.config import flag, required_flag
 from runtime.limits import DEFAULT_REQUEST_TIMEOUT_S
 
+TRANSPORTS = tuple(name for name in PREFERENCE if name != "memory")  # That one ends at the process.
 _MAX_SERVED_NAME_CHARS = 256
 
 
@@ -52,9 +53,9 @@ class RouterConfig:
         chosen = [port for port in ports.values() if port]
         if len(set(chosen)) != len(chosen):
             raise ValueError("--http-port, --grpc-port and --internal-port must differ")
-        unknown = [name for name in self.require_transport if name not in PREFERENCE]
+        unknown = [name for name in self.require_transport if name not in TRANSPORTS]
         if unknown:
-            known = ", ".join(PREFERENCE)
+            known = ", ".join(TRANSPORTS)
             raise ValueError(f"--require-transport must be some of {known}, not {', '.join(unknown)}")
         for name in ("max_in_flight", "max_queued", "max_queued_tokens", "receipts_kept"):
             if getattr(self, name) < 1:

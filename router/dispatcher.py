@@ -22,8 +22,8 @@ Failure exits:
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from kv_cache.layout import KVCacheLayout
@@ -138,23 +138,21 @@ class Dispatcher:
         with self._metrics.request() as meter:
             run = _Run(request, self._clock.now(), meter)
             self._budget.deposit()
-            place = self._admission.place(len(request.prompt_token_ids), self._remaining_s(run))
-            async with place:
-                with self._kept_if_it_fails(run):
-                    while end is None:
-                        run.attempt = attempt = await self._next_attempt(run)
-                        try:
-                            async with attempt:
-                                reason = None
-                                try:
-                                    while (batch := await attempt.next_batch()) is not None:
-                                        self._note(run, batch)
-                                        yield TokenBatch(batch)
-                                except EnoughTokens:
-                                    reason = FinishReason.STOP
-                                end = self._end(run, await attempt.finish(), reason)
-                        except AttemptFailed as failure:
-                            end = await self._after_failure(run, attempt, failure)
+            async with self._place(run):
+                while end is None:
+                    run.attempt = attempt = await self._next_attempt(run)
+                    try:
+                        async with attempt:
+                            reason = None
+                            try:
+                                while (batch := await attempt.next_batch()) is not None:
+                                    self._note(run, batch)
+                                    yield TokenBatch(batch)
+                            except EnoughTokens:
+                                reason = FinishReason.STOP
+                            end = self._end(run, await attempt.finish(), reason)
+                    except AttemptFailed as failure:
+                        end = await self._after_failure(run, attempt, failure)
         # Behind the block: whoever has the end may close the iterator, and that is no cancellation.
         yield end
 
@@ -188,6 +186,8 @@ class Dispatcher:
         return Attempt(work, placement, session, stub, source, self._clock, self._room.wake, self._rules)
 
     def _plan(self, run: _Run) -> Plan | NoPlan:
+        if not self._registry.hashers:
+            return NoPlan("decode", False, "no worker is attached")
         tokens = (*run.request.prompt_token_ids, *run.output)
         names = {}
         for layout, hasher in self._registry.hashers.items():
@@ -286,11 +286,7 @@ class Dispatcher:
         """Check and keep the receipt. `reason` stands in for a decode half that did not come."""
         record = replace(record, computed_before=run.computed_before)
         request_id, prompt_tokens = run.request.request_id, len(run.request.prompt_token_ids)
-        try:
-            check_whole(self._rules, record)
-        except KvferryError as error:
-            _log.error("the answer cannot be vouched for: %s", error.message, extra={"request_id": request_id})
-            raise
+        check_whole(self._rules, record)
         receipt = receipts.merge(request_id, prompt_tokens, record, run.failure_lines)
         self._store.put(receipt)
         self._metrics.handoff_committed(receipt, self._rules)
@@ -303,17 +299,20 @@ class Dispatcher:
             receipt=receipt,
         )
 
-    @contextmanager
-    def _kept_if_it_fails(self, run: _Run) -> Iterator[None]:
-        """Around everything a request does once it has a place: if it fails, or its caller leaves, a receipt says what
-        is known."""
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, StrictRefusal):
-                self._metrics.strict_refusal(error.clause)
-            self._store.put(self._failed_receipt(run, error))
-            raise
+    @asynccontextmanager
+    async def _place(self, run: _Run) -> AsyncIterator[None]:
+        """A place among the requests that run. If what is done in it fails, or the caller leaves, a receipt says what
+        is known. Raises KvferryError when there is no place."""
+        async with self._admission.place(len(run.request.prompt_token_ids), self._remaining_s(run)):
+            try:
+                yield
+            except BaseException as error:
+                if isinstance(error, StrictRefusal):
+                    self._metrics.strict_refusal(error.clause)
+                if isinstance(error, KvferryError) and error.code in (ErrorCode.INTERNAL, ErrorCode.HANDOFF_FAILED):
+                    _log.error("no answer: %s", error.message, extra={"request_id": run.request.request_id})
+                self._store.put(self._failed_receipt(run, error))
+                raise
 
     def _failed_receipt(self, run: _Run, error: BaseException) -> KVReceipt:
         if isinstance(error, KvferryError):
@@ -330,8 +329,7 @@ class Dispatcher:
         if run.attempt is None:
             waited_ms = (self._clock.now() - run.arrived_at) * 1000
             return receipts.unplaced(request_id, prompt_tokens, waited_ms, lines)
-        record = replace(run.attempt.record(), computed_before=run.computed_before)
-        return receipts.merge(request_id, prompt_tokens, record, lines)
+        return receipts.merge(request_id, prompt_tokens, run.attempt.record(), lines)
 
     def _remaining_s(self, run: _Run) -> float:
         remaining_s = run.request.deadline - self._clock.now()

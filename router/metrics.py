@@ -93,7 +93,7 @@ class RouterMetrics:
             ["transport", "outcome"], registry=registry,
         )  # fmt: skip
         self.degraded = Counter(
-            "kvferry_handoffs_degraded", "Hand-offs over a worse transport than was required, or expected of both workers.",
+            "kvferry_handoffs_degraded", "Hand-offs over a worse transport than required, or than expected.",
             ["expected", "used"], registry=registry,
         )  # fmt: skip
         self._warned: set[tuple[str, ...]] = set()

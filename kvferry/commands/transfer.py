@@ -9,7 +9,7 @@ _BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
 def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags; each goes to the workers that it concerns."""
+    """The flags; each goes to the processes that it concerns."""
     parser.add_argument(
         "--transports",
         "--transport",
@@ -20,6 +20,18 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--forbid-transports", type=_names, default=(), metavar="NAME[,...]", help="How KV may not move."
+    )
+    parser.add_argument(
+        "--require-transport",
+        type=_names,
+        default=(),
+        metavar="NAME[,...]",
+        help="What KV must move over: anything else fails the request with --strict-handoff, and is a warning without.",
+    )
+    parser.add_argument(
+        "--reuse-decode-kv",
+        action=argparse.BooleanOptionalAction,
+        help="Let prefill workers pull KV that only decode workers have cached. Default: they may.",
     )
     for role in ("prefill", "decode"):
         parser.add_argument(
@@ -47,6 +59,8 @@ def transfer_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "transports": arguments.transports,
         "forbid_transports": arguments.forbid_transports,
+        "require_transport": arguments.require_transport,
+        "reuse_decode_kv": arguments.reuse_decode_kv,
         "prefill_block_size": arguments.prefill_block_size,
         "decode_block_size": arguments.decode_block_size,
         "kv_wire_dtype": arguments.kv_wire_dtype or "",

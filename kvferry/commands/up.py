@@ -32,7 +32,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-budget", type=int, help="Most tokens a worker computes in one step.")
     parser.add_argument("--max-num-seqs", type=int, help="Most sequences a worker computes in one step.")
     add_transfer_arguments(parser)
-    parser.add_argument("--strict-handoff", action="store_true", help="Fail a request whose prompt is not computed by a prefill worker.")  # fmt: skip # noqa: E501
+    parser.add_argument("--strict-handoff", action="store_true", help="Fail a request whose hand-off from a prefill worker is not proven whole.")  # fmt: skip # noqa: E501
     parser.add_argument("--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s.")  # fmt: skip # noqa: E501
     parser.add_argument(
         "--state-dir", type=absolute_path, help="State, secret and logs of this cluster. Default: a new one."

@@ -22,9 +22,11 @@ def test_a_request_hears_its_ticket_its_tokens_and_its_half_of_the_receipt() -> 
     bench.receiver.commit(only_live(bench), TOKEN)
     bench.deliver()
     bench.run()
-    assert bench.kinds()[0] == "ticket"
-    assert bench.kinds()[-1] == "done"
+    assert bench.kinds() == ["ticket", "verified", *["tokens"] * 4, "done"]
+    verified = bench.heard[1][1].verified
+    assert (verified.checksum_verified, verified.checksum, verified.cached_tokens) == (True, DIGEST, 0)
     done = bench.heard[1][-1].done
+    assert done.commit_ms == verified.commit_ms
     assert done.checksum_verified
     assert done.checksum == DIGEST
     assert done.tokens_recomputed == 0

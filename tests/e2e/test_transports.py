@@ -1,4 +1,4 @@
-"""Each transport in a real cluster: the one that was asked for moves the blocks, and its link costs nothing when idle."""
+"""Each transport in a real cluster: the one asked for moves the blocks, and its link costs nothing when idle."""
 
 import os
 import time

@@ -56,6 +56,18 @@ def test_the_decode_pool_holds_what_the_prefill_pool_held_and_both_say_the_same(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_many_scattered_blocks_arrive_though_they_take_several_looks(kind: str) -> None:
+    with Pair(num_blocks=1000, **wiring(kind)) as pair:
+        ids, source = (np.random.default_rng(seed).permutation(1000)[:900].tolist() for seed in (1, 2))
+        ticket = pair.reserve(ids)
+        pair.open(ticket, source)
+        pair.push(ticket, range(900))
+        pair.commit(ticket, 900)
+        assert isinstance(pair.outcome(ticket)[0], Committed)
+        assert pair.equal(ticket, source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first_block", range(5))
 def test_only_the_tail_that_is_missing_is_sent(kind: str, first_block: int) -> None:
     """All prefix hits from none to everything; in the last case only the commit record travels."""

@@ -131,6 +131,21 @@ def test_a_late_answer_to_the_first_open_opens_no_second_hand_off_by_the_same_ti
     assert answers(table.handle(LINK, Refused("h", "used"), 4.0)) == FAILED
 
 
+def test_writes_are_as_large_as_the_transport_of_the_link_likes() -> None:
+    table = SendTable(answer_timeout_s=ANSWER_S)
+    table.link_added(LINK)
+    table.open(make_handoff(num_blocks=5), 0.0)
+    table.link_ready(LINK, "t", 1.0, write_bytes=2 * LAYOUT.block_bytes)
+    table.handle(LINK, Opened("h", 1), 2.0)
+    table.push("h", 0, range(5), ALL)
+    runs = []
+    while (work := table.next_work(LINK, 3.0)) is not None:
+        assert work.run is not None
+        runs.append(work.run)
+        table.work_done(work.handoff, [work.run], 4.0)
+    assert runs == [PageRun(blocks, ALL) for blocks in (range(2), range(2, 4), range(4, 5))]
+
+
 def test_nothing_is_written_before_the_peer_has_opened() -> None:
     table = in_state("asked")
     assert table.push("h", 0, range(2), ALL) == []

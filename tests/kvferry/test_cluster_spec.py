@@ -85,6 +85,18 @@ def test_strict_hand_off_is_the_routers_business() -> None:
     assert "--strict-handoff" not in _spec().router_argv(Path("/s"), {})
 
 
+@pytest.mark.parametrize(("reuse", "said"), [(True, "--reuse-decode-kv"), (False, "--no-reuse-decode-kv")])
+def test_what_the_router_must_insist_on_and_may_reuse_is_passed_to_it_alone(reuse: bool, said: str) -> None:
+    spec = _spec(require_transport=("shm", "tcp"), reuse_decode_kv=reuse)
+    spec.validate()
+    argv = spec.router_argv(Path("/s"), {})
+    assert {"--require-transport=shm,tcp", said} <= set(argv)
+    assert not any("require-transport" in flag for flag in spec.worker_argv("prefill-0", Path("/s"), "a:1"))
+    silent = " ".join(_spec().router_argv(Path("/s"), {}))
+    assert "require-transport" not in silent
+    assert "reuse-decode-kv" not in silent
+
+
 def test_worker_ids_are_stable_and_start_at_zero() -> None:
     assert _spec(num_prefill=2, num_decode=1).worker_ids == ("prefill-0", "prefill-1", "decode-0")
 
@@ -97,6 +109,7 @@ def test_worker_ids_are_stable_and_start_at_zero() -> None:
         ({"num_decode": 65}, "64"),
         ({"transports": ("pigeon",)}, "pigeon"),
         ({"transports": ("tcp",), "forbid_transports": ("tcp",)}, "--forbid-transports"),
+        ({"require_transport": ("pigeon",)}, "--require-transport"),
         ({"block_size": 12}, "--block-size"),
         ({"prefill_block_size": 12}, "--prefill-block-size"),
         ({"decode_block_size": 256}, "--decode-block-size"),

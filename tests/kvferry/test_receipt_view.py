@@ -47,6 +47,8 @@ def test_a_slower_transport_than_expected_shouts() -> None:
     assert dict(receipt_rows(receipt))["expected_transport"] == "shm"
     receipt.transport = "tcp"
     assert dict(receipt_rows(receipt))["expected_transport"] == "shm (BUT tcp WAS USED)"
+    receipt.transport, receipt.expected_transport = "shm", "tcp"
+    assert dict(receipt_rows(receipt))["expected_transport"] == "tcp"
 
 
 def test_an_unverified_checksum_shouts() -> None:
@@ -56,10 +58,11 @@ def test_an_unverified_checksum_shouts() -> None:
     assert dict(receipt_rows(receipt))["checksum"] == "abcd (NOT VERIFIED)"
 
 
-def test_an_answer_cut_by_a_stop_string_says_why_a_half_is_missing() -> None:
-    receipt = _receipt()
-    receipt.checksum_verified = False
-    assert "stop string" in dict(receipt_rows(receipt))["checksum"]
+def test_a_request_that_failed_says_so_last_and_claims_no_hand_off() -> None:
+    receipt = KVReceipt(request_id="r", earlier_failures=["attempt 1: x", "final: unavailable: y"])
+    rows = receipt_rows(receipt)
+    assert rows[-2:] == [("earlier_failure", "attempt 1: x"), ("failure", "final: unavailable: y")]
+    assert dict(rows)["handoff_id"] == "none"
 
 
 def test_a_local_prefill_claims_no_hand_off() -> None:

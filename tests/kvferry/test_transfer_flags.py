@@ -25,13 +25,14 @@ def test_without_flags_everything_is_left_to_the_workers(command: list[str]) -> 
 def test_each_flag_is_a_field_of_the_cluster(command: list[str]) -> None:
     flags = (
         "--transports=ucx, tcp --forbid-transports=shm --prefill-block-size=8 --decode-block-size=64 "
-        "--kv-wire-dtype=int8 --max-backlog-mb=3 --lease-s=2.5"
+        "--kv-wire-dtype=int8 --max-backlog-mb=3 --lease-s=2.5 --require-transport=tcp,shm --no-reuse-decode-kv"
     )
     spec = _spec(*command, *flags.replace(", ", ",").split())
     spec.validate()
     assert spec.transports == ("ucx", "tcp")
     assert spec.forbid_transports == ("shm",)
     assert (spec.prefill_block_size, spec.decode_block_size) == (8, 64)
+    assert (spec.require_transport, spec.reuse_decode_kv) == (("tcp", "shm"), False)
     assert (spec.kv_wire_dtype, spec.max_backlog_mb, spec.lease_s) == ("int8", 3, 2.5)
 
 

@@ -8,13 +8,25 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry_rpc.common_pb2 import Error, ErrorCode, FinishReason, SamplingParams, TokenOutput
-from kvferry_rpc.internal_pb2 import Admit, DecodeDone, DecodeEvent, PrefillDone, PrefillEvent, Register, Tokens
+from kvferry_rpc.internal_pb2 import (
+    Admit,
+    DecodeDone,
+    DecodeEvent,
+    HandoffVerified,
+    PrefillDone,
+    PrefillEvent,
+    Register,
+    Tokens,
+)
 from router import decode_session
 from router.decode_session import DecodeSession
 from router.inbox import Inbox
+from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from runtime.grpc_life import channel
 from tests.support.fake_workers import SECRET, Fabric, FakeDecode, continuation
+
+CLOCK = ManualClock()
 
 
 def decode_tokens(*indices: int, token_id: int = 5) -> DecodeEvent:
@@ -33,7 +45,7 @@ def taken(inbox: Inbox) -> list[int]:
 
 
 def test_the_first_token_comes_from_both_workers_and_is_given_out_once() -> None:
-    inbox = Inbox(0)
+    inbox = Inbox(0, CLOCK)
     inbox.put_prefill(first_token(0))
     assert taken(inbox) == [0]
     inbox.put_decode(decode_tokens(0, 1))
@@ -42,7 +54,7 @@ def test_the_first_token_comes_from_both_workers_and_is_given_out_once() -> None
 
 
 def test_decode_may_be_faster_than_the_prefill_workers_own_message() -> None:
-    inbox = Inbox(0)
+    inbox = Inbox(0, CLOCK)
     inbox.put_decode(decode_tokens(0, 1, 2))
     assert taken(inbox) == [0, 1, 2]
     inbox.put_prefill(first_token(0))
@@ -50,14 +62,14 @@ def test_decode_may_be_faster_than_the_prefill_workers_own_message() -> None:
 
 
 def test_tokens_of_many_messages_leave_in_one_batch() -> None:
-    inbox = Inbox(3)
+    inbox = Inbox(3, CLOCK)
     for index in range(3, 10):
         inbox.put_decode(decode_tokens(index))
     assert taken(inbox) == list(range(3, 10))
 
 
 def test_a_token_is_held_back_until_the_one_before_it_is_there() -> None:
-    inbox = Inbox(0)
+    inbox = Inbox(0, CLOCK)
     inbox.put_decode(decode_tokens(1, 2))
     assert taken(inbox) == []
     assert inbox.has_gap
@@ -67,7 +79,7 @@ def test_a_token_is_held_back_until_the_one_before_it_is_there() -> None:
 
 
 def test_workers_that_disagree_on_the_first_token_are_a_defect() -> None:
-    inbox = Inbox(0)
+    inbox = Inbox(0, CLOCK)
     inbox.put_prefill(first_token(0, token_id=5))
     inbox.put_decode(decode_tokens(0, token_id=6))
     assert inbox.decode_failure is not None
@@ -75,7 +87,7 @@ def test_workers_that_disagree_on_the_first_token_are_a_defect() -> None:
 
 
 def test_the_first_failure_of_a_side_stays_and_none_counts_after_done() -> None:
-    inbox = Inbox(0)
+    inbox = Inbox(0, CLOCK)
     inbox.put_decode(DecodeEvent(failed=Error(code=ErrorCode.HANDOFF_FAILED, message="first")))
     inbox.put_decode(DecodeEvent(failed=Error(code=ErrorCode.INTERNAL, message="second")))
     assert inbox.decode_failure is not None
@@ -87,7 +99,7 @@ def test_the_first_failure_of_a_side_stays_and_none_counts_after_done() -> None:
 
 @pytest.mark.parametrize("code", [ErrorCode.CANCELLED, ErrorCode.UNAUTHENTICATED])
 def test_what_a_worker_says_of_its_own_troubles_is_not_the_clients_fault(code: "ErrorCode.ValueType") -> None:
-    inbox = Inbox(0)
+    inbox = Inbox(0, CLOCK)
     inbox.put_decode(DecodeEvent(failed=Error(code=code)))
     inbox.put_prefill(PrefillEvent(error=Error(code=code)))
     assert inbox.decode_failure is not None
@@ -96,7 +108,7 @@ def test_what_a_worker_says_of_its_own_troubles_is_not_the_clients_fault(code: "
 
 
 async def test_wait_returns_for_every_change_and_only_then() -> None:
-    inbox = Inbox(0)
+    inbox = Inbox(0, CLOCK)
     waiting = asyncio.create_task(inbox.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -106,6 +118,19 @@ async def test_wait_returns_for_every_change_and_only_then() -> None:
     await asyncio.sleep(0)
     assert not again.done()
     again.cancel()
+
+
+def test_the_word_that_the_kv_is_here_is_kept_with_its_time_and_makes_the_prefill_worker_dispensable() -> None:
+    inbox = Inbox(0, CLOCK)
+    assert inbox.lacks_a_half
+    inbox.put_decode(DecodeEvent(verified=HandoffVerified(checksum=b"digest")))
+    assert inbox.verified is not None
+    assert (inbox.verified.checksum, inbox.verified_at) == (b"digest", CLOCK.now())
+    assert inbox.decode_started
+    assert taken(inbox) == []
+    assert inbox.lacks_a_half
+    inbox.put_prefill(PrefillEvent(done=PrefillDone()))
+    assert not inbox.lacks_a_half
 
 
 # ---- the session ----
@@ -145,7 +170,7 @@ class Harness:
                 await inbox.wait()
 
     async def run(self, request_id: str, attempt: int = 1) -> list[int]:
-        inbox = Inbox(0)
+        inbox = Inbox(0, CLOCK)
         await self.session.admit(admit(request_id, attempt), inbox)
         return await self.read(inbox)
 
@@ -178,7 +203,7 @@ async def test_many_requests_share_one_stream_and_get_their_own_tokens() -> None
 async def test_events_of_another_attempt_go_to_nobody() -> None:
     async with harness() as setup:
         setup.worker.pause_after = 1
-        inbox = Inbox(0)
+        inbox = Inbox(0, CLOCK)
         await setup.session.admit(admit("r", attempt=1), inbox)
         async with asyncio.timeout(10):
             while not inbox.take_tokens():
@@ -198,7 +223,7 @@ async def test_cancel_reaches_the_worker_and_is_idempotent() -> None:
     # H055, H061
     async with harness() as setup:
         setup.worker.pause_after = 1
-        await setup.session.admit(admit("r"), Inbox(0))
+        await setup.session.admit(admit("r"), Inbox(0, CLOCK))
         await setup.worker.until(lambda: ("r", 1) in setup.worker.live)
         for _ in range(3):
             setup.session.cancel("r", 1)
@@ -210,7 +235,7 @@ async def test_cancel_reaches_the_worker_and_is_idempotent() -> None:
 async def test_a_request_that_is_cancelled_before_it_was_sent_is_never_sent() -> None:
     async with harness() as setup:
         await setup.run("warm-up")
-        await setup.session.admit(admit("unsent"), Inbox(0))
+        await setup.session.admit(admit("unsent"), Inbox(0, CLOCK))
         setup.session.cancel("unsent", 1)
         await setup.run("after")
         assert [sent.request_id for sent in setup.worker.admitted] == ["warm-up", "after"]
@@ -228,7 +253,7 @@ async def test_a_cancel_after_the_end_says_nothing() -> None:
 async def test_a_broken_stream_fails_all_its_requests_and_the_session_comes_back() -> None:
     async with harness() as setup:
         setup.worker.pause_after = 1
-        inboxes = [Inbox(0) for _ in range(3)]
+        inboxes = [Inbox(0, CLOCK) for _ in range(3)]
         for number, inbox in enumerate(inboxes):
             await setup.session.admit(admit(f"r{number}"), inbox)
         await setup.worker.until(lambda: len(setup.worker.live) == 3)
@@ -239,7 +264,7 @@ async def test_a_broken_stream_fails_all_its_requests_and_the_session_comes_back
             assert caught.value.code == ErrorCode.UNAVAILABLE
         assert setup.breaks == ["d0"]
         with pytest.raises(KvferryError, match="no session"):
-            await setup.session.admit(admit("meanwhile"), Inbox(0))
+            await setup.session.admit(admit("meanwhile"), Inbox(0, CLOCK))
         await setup.worker.until(lambda: setup.worker.sessions == 2)
         setup.worker.pause_after = None
         assert await setup.run("r0", attempt=2) == continuation([1, 2, 3], 4)
@@ -262,20 +287,20 @@ async def test_a_worker_that_cannot_be_reached_fails_requests_within_the_connect
     async with harness(address="127.0.0.1:1") as setup:
         async with asyncio.timeout(10):
             with pytest.raises(KvferryError) as caught:
-                await setup.session.admit(admit("r"), Inbox(0))
+                await setup.session.admit(admit("r"), Inbox(0, CLOCK))
         assert caught.value.code == ErrorCode.UNAVAILABLE
 
 
 async def test_closing_fails_what_runs_and_later_admissions() -> None:
     async with harness() as setup:
         setup.worker.pause_after = 1
-        inbox = Inbox(0)
+        inbox = Inbox(0, CLOCK)
         await setup.session.admit(admit("r"), inbox)
         setup.session.abandon()
         with pytest.raises(KvferryError, match="no longer attached"):
             await setup.read(inbox)
         with pytest.raises(KvferryError, match="closed"):
-            await setup.session.admit(admit("r", attempt=2), Inbox(0))
+            await setup.session.admit(admit("r", attempt=2), Inbox(0, CLOCK))
 
 
 async def test_admissions_that_the_worker_does_not_take_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +308,8 @@ async def test_admissions_that_the_worker_does_not_take_are_bounded(monkeypatch:
     async with harness() as setup:
         await setup.run("warm-up")
         for number in range(5):
-            await setup.session.admit(admit(f"r{number}"), Inbox(0))
+            await setup.session.admit(admit(f"r{number}"), Inbox(0, CLOCK))
         with pytest.raises(KvferryError) as caught:
-            await setup.session.admit(admit("one-too-many"), Inbox(0))
+            await setup.session.admit(admit("one-too-many"), Inbox(0, CLOCK))
         assert caught.value.code == ErrorCode.OVERLOADED
         assert setup.session.requests_in_flight == 5

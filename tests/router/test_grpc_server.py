@@ -12,7 +12,7 @@ import pytest
 from kvferry_rpc import public_pb2, public_pb2_grpc
 from kvferry_rpc.common_pb2 import Error, ErrorCode, FinishReason, KVReceipt, LogitBias, SamplingParams
 from router.cluster_state import cluster_state
-from router.grpc_server import SERVICE_NAME, PublicService
+from router.grpc_server import REQUEST_ID_METADATA_KEY, SERVICE_NAME, PublicService
 from runtime.errors import ERROR_METADATA_KEY, KvferryError
 from runtime.grpc_life import GrpcServer, channel
 from tests.support.http_door import CONTEXT, MODEL, Door, ids_of, one_by_one, tokenizer
@@ -81,6 +81,22 @@ async def test_a_receipt_comes_when_it_is_asked_for() -> None:
         receipt = responses[-1].finish.receipt
         assert receipt.request_id == responses[0].request_id
         assert receipt.transport == "shm"
+
+
+async def test_only_the_last_message_has_the_receipt() -> None:
+    async with serving(spoken()) as client:
+        responses = await client.generate(text="Tell me.", with_receipt=True)
+        assert len(responses) > 2
+        assert [message.finish.HasField("receipt") for message in responses] == [False] * (len(responses) - 1) + [True]
+
+
+async def test_a_failed_generation_is_told_the_id_of_its_receipt() -> None:
+    async with serving(lambda _: [KvferryError(ErrorCode.HANDOFF_FAILED, "no proof", field="transport")]) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.generate(text="Tell me.")
+        metadata = dict(caught.value.trailing_metadata() or ())
+        assert metadata[REQUEST_ID_METADATA_KEY] == client.door.source.requests[0].request_id
+        assert (await client.refusal(text="x"))[1].field == "transport"
 
 
 async def test_a_prompt_is_the_same_in_all_three_forms_and_in_tokenize() -> None:

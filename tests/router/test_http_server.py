@@ -165,13 +165,29 @@ async def test_an_infinite_logprob_stays_valid_json() -> None:
     assert json.loads(body.content)["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
 
 
-@pytest.mark.parametrize("ask", [{"kv_receipt": True}, {}])
-async def test_the_receipt_comes_when_asked_for(ask: dict[str, Any]) -> None:
+@pytest.mark.parametrize("by_header", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat_body), (COMPLETIONS, completion_body)])
+async def test_the_receipt_comes_once_when_asked_for_by_field_or_header(
+    path: str, body: Any, n: int, stream: bool, by_header: bool
+) -> None:
     door = Door(says("x"))
-    headers = {} if ask else {"x-kvferry-receipt": "1"}
-    receipt = (await door.post(CHAT, chat_body(n=2, **ask), headers=headers)).json()["kv_receipt"]
-    assert receipt["request_id"] == door.source.requests[0].request_id
+    ask, headers = ({}, {"x-kvferry-receipt": "1"}) if by_header else ({"kv_receipt": True}, {})
+    answer = await door.post(path, body(n=n, stream=stream, **ask), headers=headers)
+    assert answer.content.count(b'"kv_receipt"') == 1
+    last = answer.text.split("data: ")[-2] if stream else answer.text
+    receipt = json.loads(last)["kv_receipt"]
+    assert receipt["request_id"] == answer.headers["x-request-id"] == door.source.requests[0].request_id
     assert (receipt["transport"], receipt["tokens_recomputed"], receipt["checksum"]) == ("shm", 0, "01")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat_body), (COMPLETIONS, completion_body)])
+async def test_no_receipt_comes_unasked(path: str, body: Any, stream: bool) -> None:
+    answer = await Door(says("x")).post(path, body(stream=stream), headers={"x-kvferry-receipt": "0"})
+    assert answer.status_code == 200
+    assert b"kv_receipt" not in answer.content
 
 
 @pytest.mark.parametrize("code", [value for value in ErrorCode.values() if value])

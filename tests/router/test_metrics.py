@@ -11,6 +11,7 @@ from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
 from kvferry_rpc.internal_pb2 import LoadReport, Role
 from router.admission import Admission, RoomQueue
 from router.metrics import RouterMetrics
+from router.proof import Clause, HandoffRules
 from router.worker_registry import WorkerRegistry
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
@@ -138,6 +139,40 @@ def test_what_was_expected_or_better_is_no_degradation(caplog: pytest.LogCapture
     assert not caplog.records
 
 
+def test_what_was_required_is_missed_by_everything_else(caplog: pytest.LogCaptureFixture) -> None:
+    setup, rules = Setup(), HandoffRules(required_transports=("nixl", "ucx"))
+    for used, expected in (("tcp", "tcp"), ("shm", "tcp"), ("nixl", "shm"), ("local", ""), ("", "")):
+        setup.metrics.handoff_committed(_moved(used, expected), rules)
+    assert setup.value("kvferry_handoffs_degraded_total", expected="nixl", used="tcp") == 1
+    assert setup.value("kvferry_handoffs_degraded_total", expected="nixl", used="shm") == 1
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert "from prefill-0 to decode-0 not over nixl, as required, but over tcp" in warnings[0]
+
+
+def test_times_and_pulled_tokens_of_hand_offs_come_from_their_receipts() -> None:
+    setup = Setup()
+    setup.metrics.handoff_committed(
+        KVReceipt(transport="shm", transfer_ms=20.0, exposed_transfer_ms=5.0, pulled_tokens=48)
+    )
+    setup.metrics.handoff_committed(KVReceipt(transport="shm", transfer_ms=40.0))
+    for transport in ("local", ""):
+        setup.metrics.handoff_committed(KVReceipt(transport=transport))
+    assert setup.value("kvferry_handoff_transfer_seconds_count", transport="shm") == 2
+    assert setup.value("kvferry_handoff_transfer_seconds_sum", transport="shm") == pytest.approx(0.06)
+    assert setup.value("kvferry_handoff_exposed_seconds_sum", transport="shm") == pytest.approx(0.005)
+    assert setup.value("kvferry_handoff_transfer_seconds_count", transport="local") is None
+    assert setup.value("kvferry_pulled_tokens_total") == 48
+
+
+def test_strict_refusals_are_counted_by_clause_and_all_clauses_are_there_from_the_start() -> None:
+    setup = Setup()
+    setup.metrics.strict_refusal(Clause.TRANSPORT)
+    for clause in Clause:
+        counted = setup.value("kvferry_strict_refusals_total", clause=clause.value)
+        assert counted == float(clause is Clause.TRANSPORT)
+
+
 def test_workers_are_shown_with_their_blocks_and_vanish_when_they_leave() -> None:
     setup, registry = Setup(), WorkerRegistry(ManualClock())
     setup.metrics.watch(registry, Admission(1, 1, 1), RoomQueue())
@@ -188,4 +223,4 @@ def test_the_page_is_valid_text_without_unbounded_labels() -> None:
     assert content_type.startswith("text/plain")
     families = list(text_string_to_metric_families(body.decode()))
     labels = {label for family in families for sample in family.samples for label in sample.labels}
-    assert labels <= {"outcome", "role", "state", "worker", "transport", "le"}
+    assert labels <= {"outcome", "role", "state", "worker", "transport", "clause", "le"}

@@ -209,7 +209,7 @@ _workers = st.lists(
         pending_tokens=st.integers(0, 5000),
         blocks_available=st.integers(0, 20),
         full=st.booleans(),
-    layout=st.just(LAYOUT),
+        layout=st.just(LAYOUT),
     ),
     max_size=4,
     unique_by=lambda load: load.worker_id,

@@ -199,6 +199,13 @@ def test_the_defaults_are_a_valid_configuration() -> None:
     assert config.model_name == "tiny"
     assert config.dispatch_limits.max_in_flight == config.max_in_flight
     assert not config.dispatch_limits.strict_handoff
+    assert config.dispatch_limits.require_transports == ()
+
+
+def test_what_must_be_proven_comes_from_the_flags() -> None:
+    config = parse_config(RouterConfig, [*FLAGS, "--strict-handoff", "--require-transport=nixl,ucx"])
+    assert config.dispatch_limits.strict_handoff
+    assert config.dispatch_limits.require_transports == ("nixl", "ucx")
 
 
 @pytest.mark.parametrize(
@@ -209,6 +216,7 @@ def test_the_defaults_are_a_valid_configuration() -> None:
         ["--max-in-flight=0"],
         ["--receipts-kept=0"],
         ["--heartbeat-s=0"],
+        ["--require-transport=shm,pigeon"],
         ["--drain-timeout-s=-1"],
         ["--served-model-name=" + "x" * 300],
     ],

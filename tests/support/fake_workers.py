@@ -21,6 +21,7 @@ from kvferry_rpc.internal_pb2 import (
     DecodeEvent,
     DecodeEvents,
     Export,
+    HandoffVerified,
     PrefillDone,
     PrefillEvent,
     PrefillRequest,
@@ -129,6 +130,10 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
         self.cached_tokens = 0
         self.tokens_recomputed = 0
         self.checksum = CHECKSUM
+        self.checks = True  # Whether it verifies what it receives
+        self.tells = True  # and says so.
+        self.transport = "tcp"
+        self.verified_gate: asyncio.Event | None = None  # What follows the commit waits for it.
         self._server = GrpcServer("127.0.0.1", secret=SECRET)
         self._outboxes: list[asyncio.Queue[DecodeEvent | None]] = []
         fabric.decodes[worker_id] = self
@@ -216,6 +221,10 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
                 await self.ticket_gate.wait()
             outbox.put_nowait(DecodeEvent(**names, ticket=self._ticket(admit)))
             await sequence.committed.wait()
+            if self.verified_gate is not None:
+                await self.verified_gate.wait()
+            if self.tells:
+                outbox.put_nowait(DecodeEvent(**names, verified=self._verified()))
         tokens = list(admit.prompt_token_ids)
         reason = FinishReason.LENGTH
         for sent, index in enumerate(range(admit.num_output_tokens, admit.sampling.max_tokens)):
@@ -250,11 +259,20 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
             layout=layout(),
         )
 
+    def _verified(self) -> HandoffVerified:
+        return HandoffVerified(
+            cached_tokens=self.cached_tokens,
+            checksum_verified=self.checks,
+            checksum=self.checksum if self.checks else b"",
+            commit_ms=1,
+            transport=self.transport,
+        )
+
     def _done(self, admit: Admit, reason: "FinishReason.ValueType") -> DecodeDone:
         done = DecodeDone(reason=reason, cached_tokens=self.cached_tokens, decode_ms=5)
         if not admit.local_prefill:
-            done.checksum_verified = True
-            done.checksum = self.checksum
+            done.checksum_verified = self.checks
+            done.checksum = self.checksum if self.checks else b""
             done.tokens_recomputed = self.tokens_recomputed
             done.commit_ms = 1
         return done
@@ -277,6 +295,7 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
         # Knobs.
         self.failures: list[Error] = []  # The next calls answer with these before the first token.
         self.failures_after_first_token: list[Error] = []  # Likewise behind it, and nothing is committed.
+        self.failures_after_commit: list[Error] = []  # Likewise, in place of `done`.
         self.statuses: list[grpc.StatusCode] = []  # The next calls end with these.
         self.compute_gate: asyncio.Event | None = None  # Computing waits for it.
         self.report_gate: asyncio.Event | None = None  # The KV is committed, then all reports wait for it.
@@ -284,6 +303,7 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
         self.pulls: list[Ticket] = []  # The next call, if it names a source, asks for this.
         self.pulled_tokens = 0
         self.cached_tokens = 0
+        self.transport = self.expected_transport = "tcp"
         self.first_token_offset = 0  # Not 0: this worker's first token is wrong.
         self._fabric = fabric
         self._server = GrpcServer("127.0.0.1", secret=SECRET)
@@ -345,12 +365,16 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
             return
         if self.done_gate is not None:
             await self.done_gate.wait()
+        if self.failures_after_commit:
+            yield PrefillEvent(error=self.failures_after_commit.pop(0))
+            return
         yield PrefillEvent(
             done=PrefillDone(
                 cached_tokens=self.cached_tokens,
                 blocks_sent=3,
                 bytes_sent=3 * 4096,
-                transport="tcp",
+                transport=self.transport,
+                expected_transport=self.expected_transport,
                 checksum=CHECKSUM,
                 wait_ms=1,
                 prefill_ms=2,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kv_transfer.messages import Abort, Commit, Fence, Open, Renew, Write
+from kv_transfer.messages import Abort, Commit, Fence, HandoffMessage, Open, Renew, Write
 from tests.support.sim_decode import DecodeLife
 from tests.support.sim_network import KEEPALIVE_S, LAYERS, PROMPTS, Payload, SimTicket, Way, Wire, World
 from tests.support.sim_prefill import PrefillLife
@@ -56,7 +56,7 @@ class HandoffSim:
         """Let everything come to its end: messages, leases, deadlines. The network may stay as it is."""
         if self.world.random.random() < 0.2:
             self.kill()
-        for life in (*self.decodes, *self.prefills):
+        for life in self._lives():
             life.stopped = False
         self.tickets.clear()
         for _ in range(70):
@@ -69,7 +69,7 @@ class HandoffSim:
 
     def check_end(self) -> None:
         """Every hand-off has had its one ending on each side, nothing is held, and both sides agree."""
-        for life in (*self.decodes, *self.prefills):
+        for life in self._lives():
             life.assert_idle()
         committed = {
             hid
@@ -136,7 +136,7 @@ class HandoffSim:
 
     def deliver(self) -> None:
         """Something arrives somewhere."""
-        life = self._any([*self.decodes, *self.prefills])
+        life = self._anyone()
         if life is not None and life.wires:
             life.deliver(self.world.random.choice(list(life.wires.values())))
 
@@ -154,7 +154,7 @@ class HandoffSim:
             prefill.compute(self.world.random.choice(list(prefill.jobs)))
 
     def turn(self) -> None:
-        life = self._any([*self.decodes, *self.prefills])
+        life = self._anyone()
         if life is not None:
             life.turn()
 
@@ -165,21 +165,20 @@ class HandoffSim:
 
     def move_clock(self, seconds: float = 0.25) -> None:
         self.world.now += seconds
-        for prefill in self.prefills:
-            for wire in prefill.wires.values():
+        for life in self._lives():
+            for wire in life.wires.values():
                 blocked = wire.up_blocked or wire.down_blocked
-                if blocked and self.world.now - wire.blocked_at > KEEPALIVE_S and not wire.dead:
+                if blocked and not wire.dead and self.world.now - wire.blocked_at > KEEPALIVE_S:
                     self.world.seen["keepalive"] += 1
                     wire.give_up()
-            if not prefill.stopped:
-                prefill.tick()
-        for decode in self.decodes:
-            for wire in decode.wires.values():  # Those whose sender is gone already.
-                blocked = wire.up_blocked or wire.down_blocked
-                if blocked and self.world.now - wire.blocked_at > KEEPALIVE_S and not wire.dead:
-                    wire.give_up()
-            if not decode.stopped:
-                decode.apply(decode.table.expire(self.world.now))
+            if life.stopped:
+                continue
+            if isinstance(life, PrefillLife):
+                life.tick()
+            else:
+                life.apply(life.table.expire(self.world.now))
+            if self.world.random.random() < 0.1:
+                life.blocks.check_integrity()
 
     # ---- misfortunes
 
@@ -212,7 +211,8 @@ class HandoffSim:
 
     def stop_or_go(self) -> None:
         """SIGSTOP, or SIGCONT."""
-        life = self.world.random.choice([*self.decodes, *self.prefills])
+        number = self.world.random.randrange(NUM_DECODE + NUM_PREFILL)
+        life = self.decodes[number] if number < NUM_DECODE else self.prefills[number - NUM_DECODE]
         life.stopped = not life.stopped
         self.world.seen["stopped"] += life.stopped
 
@@ -268,7 +268,7 @@ class HandoffSim:
         ticket = self.world.random.choice(self.old_tickets)
         hid, ids = ticket.handoff_id, ticket.block_ids
         good = Open(hid, ticket.attempt, decode.incarnation, ticket.secret, "t")
-        forged = (
+        forged: tuple[HandoffMessage, ...] = (
             Open(hid, ticket.attempt, decode.incarnation, b"guess", "t"),
             Open(hid, ticket.attempt + 1, decode.incarnation, ticket.secret, "t"),
             Open(hid, ticket.attempt, b"elsewhere", ticket.secret, "t"),
@@ -315,6 +315,13 @@ class HandoffSim:
     def _any(self, lives: Sequence[Life]) -> Life | None:
         life = self.world.random.choice(lives)
         return None if life.stopped else life
+
+    def _lives(self) -> list[DecodeLife | PrefillLife]:
+        return [*self.decodes, *self.prefills]
+
+    def _anyone(self) -> DecodeLife | PrefillLife | None:
+        decode = self.world.random.random() < NUM_DECODE / (NUM_DECODE + NUM_PREFILL)
+        return self._any(self.decodes) if decode else self._any(self.prefills)
 
     def _any_wire(self, *, blocked: bool = False) -> Wire | None:
         wires = [wire for life in self.prefills for wire in life.wires.values()]

@@ -41,6 +41,7 @@ class Outcome:
     """What a router would have heard of one request."""
 
     first: common_pb2.TokenOutput | None = None
+    verified: internal_pb2.HandoffVerified | None = None
     tokens: list[common_pb2.TokenOutput] = field(default_factory=list)
     prefill_done: internal_pb2.PrefillDone | None = None
     decode_done: internal_pb2.DecodeDone | None = None
@@ -344,6 +345,9 @@ class Request:
                     outcome.prefill_error = event.error
             return
         match event.WhichOneof("kind"):
+            case "verified":
+                assert not outcome.tokens, "tokens came before the word that their KV is here"
+                outcome.verified = event.verified
             case "tokens":
                 outcome.tokens.extend(event.tokens.tokens)
             case "done":

@@ -74,6 +74,11 @@ def test_prompts_of_every_length_around_a_block_and_a_chunk_have_the_log_probabi
             assert outcome.decode_done.checksum == outcome.prefill_done.checksum
             assert outcome.decode_done.tokens_recomputed == 0
             assert outcome.prefill_done.transport == transport
+            assert outcome.verified is not None
+            assert outcome.verified.checksum_verified
+            assert outcome.verified.checksum == outcome.prefill_done.checksum
+            assert outcome.verified.transport == transport
+            assert outcome.verified.commit_ms == outcome.decode_done.commit_ms > 0
 
 
 def test_the_same_prompt_again_moves_at_most_one_block(model: PreTrainedModel, checkpoint: Path, cache: Path) -> None:
