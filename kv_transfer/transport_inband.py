@@ -1,31 +1,13 @@
-"""Payload that follows its Write message on the channel; the receiver puts it into the pool itself.
+"""Payload that follows its Write message on the channel; the receiver puts it into the pool itself."""
 
-Both ends fingerprint a part of it right before the kernel reads it, or right after the kernel has written it: small
-enough to be in the CPU's cache then.
-"""
-
-import time
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from kv_cache.layout import KVCacheLayout
-from kv_transfer.fingerprinter import Fingerprinter, PageFingerprints
 from kv_transfer.messages import Write
-from kv_transfer.pages import USUAL_WRITE_BYTES, PagesAt
+from kv_transfer.pages import USUAL_WRITE_BYTES
 from kv_transfer.region import MemoryRegion
-from kv_transfer.transport import (
-    Ask,
-    Channel,
-    FingerprintingReader,
-    FingerprintingWriter,
-    LinkError,
-    PayloadReader,
-    PayloadWriter,
-)
+from kv_transfer.transport import Ask, Channel, LinkError, PayloadReader, PayloadWriter
 from kv_transfer.wire import encode
-
-_PART_BYTES = 1024 * 1024
 
 
 class InBandTransport:
@@ -58,7 +40,7 @@ class InBandTransport:
         """Nothing is held."""
 
 
-class _InBandWriter(FingerprintingWriter):
+class _InBandWriter:
     detail = ""
 
     def __init__(self, channel: Channel) -> None:
@@ -67,24 +49,11 @@ class _InBandWriter(FingerprintingWriter):
     def write(self, message: Write, source: Sequence[memoryview], timeout_s: float) -> None:
         self._channel.send(encode(message), source, timeout_s)
 
-    def write_pages(
-        self, message: Write, source: PagesAt, seed: int, fingerprinter: Fingerprinter, timeout_s: float
-    ) -> PageFingerprints:
-        found: list[PageFingerprints] = []
-
-        def parts() -> Iterator[list[memoryview]]:
-            for part in source.parts(_PART_BYTES):
-                found.append(fingerprinter.fingerprints(part, seed))
-                yield part.views()
-
-        self._channel.send_parts(encode(message), source.size_bytes, parts(), timeout_s)
-        return np.concatenate(found)
-
     def close(self) -> None:
         return
 
 
-class _InBandReader(FingerprintingReader):
+class _InBandReader:
     """The end of the channel ends it too, so there is nothing to stop."""
 
     def __init__(self, channel: Channel) -> None:
@@ -93,17 +62,6 @@ class _InBandReader(FingerprintingReader):
     def read(self, size_bytes: int, announced_bytes: int, into: Sequence[memoryview], timeout_s: float) -> None:
         _check(size_bytes, announced_bytes)
         self._channel.receive_payload(into, timeout_s)
-
-    def read_pages(
-        self, announced_bytes: int, into: PagesAt, seed: int, fingerprinter: Fingerprinter, timeout_s: float
-    ) -> PageFingerprints:
-        _check(into.size_bytes, announced_bytes)
-        deadline = time.monotonic() + timeout_s
-        found: list[PageFingerprints] = []
-        for part in into.parts(_PART_BYTES):
-            self._channel.receive_payload(part.views(), max(0.0, deadline - time.monotonic()))
-            found.append(fingerprinter.fingerprints(part, seed))
-        return np.concatenate(found)
 
     def skip(self, size_bytes: int, announced_bytes: int, timeout_s: float) -> None:
         _check(size_bytes, announced_bytes)

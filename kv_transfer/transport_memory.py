@@ -5,7 +5,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kv_cache.layout import KVCacheLayout
 from kv_transfer.faults import FaultPlan, MessageFaults
@@ -174,11 +174,6 @@ class _MemoryChannel:
 
     def send(self, message: bytes, payload: Sequence[memoryview], timeout_s: float) -> None:
         self._out.put(message, b"".join(payload), timeout_s)
-
-    def send_parts(
-        self, message: bytes, payload_bytes: int, parts: Iterable[Sequence[memoryview]], timeout_s: float
-    ) -> None:
-        self.send(message, [view for part in parts for view in part], timeout_s)
 
     def receive(self, *, max_message_bytes: int, max_payload_bytes: int, timeout_s: float | None) -> tuple[bytes, int]:
         message, payload = self._in.get(timeout_s)

@@ -5,7 +5,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kv_transfer.transport import Channel, LinkError, Listener, PeerGone, Transport, close_transports
 from kv_transfer.transport_inband import InBandTransport
@@ -86,33 +86,14 @@ class TcpChannel:
 
     def send(self, message: bytes, payload: Sequence[memoryview], timeout_s: float) -> None:
         """Send one frame, whole. Raises LinkError."""
+        deadline = time.monotonic() + timeout_s
         size = sum(view.nbytes for view in payload)
         # One short copy for header and message; the payload goes out from where it lies.
-        self._send_all([_head(message, size), *payload], time.monotonic() + timeout_s)
-
-    def send_parts(
-        self, message: bytes, payload_bytes: int, parts: Iterable[Sequence[memoryview]], timeout_s: float
-    ) -> None:
-        """Send one frame part by part. Raises LinkError."""
-        deadline = time.monotonic() + timeout_s
-        self._send_all([_head(message, payload_bytes)], deadline, socket.MSG_MORE)
-        left = payload_bytes
-        try:
-            for part in parts:
-                self._send_all(list(part), deadline)
-                left -= sum(view.nbytes for view in part)
-        except LinkError:
-            raise
-        except Exception as error:
-            raise LinkError(f"a defect in the middle of a frame: {error!r}") from error
-        if left:
-            raise LinkError(f"a frame of {payload_bytes} bytes ended with {left} to come")
-
-    def _send_all(self, buffers: list[memoryview], deadline: float, flags: int = 0) -> None:
+        buffers = [memoryview(HEADER.pack(len(message), size) + message), *payload]
         first = 0
         while first < len(buffers):
             try:
-                sent = self._sock.sendmsg(buffers[first : first + _MAX_VECTORS], (), flags)
+                sent = self._sock.sendmsg(buffers[first : first + _MAX_VECTORS])
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
                 continue
@@ -120,7 +101,7 @@ class TcpChannel:
                 raise _gone(error) from error
             first = _advance(buffers, first, sent)
             if first < len(buffers) and time.monotonic() > deadline:
-                raise LinkError(f"{self.peer} took a frame too slowly")
+                raise LinkError(f"{self.peer} took a frame too slowly ({timeout_s:g} s)")
 
     def receive(self, *, max_message_bytes: int, max_payload_bytes: int, timeout_s: float | None) -> tuple[bytes, int]:
         """Wait for a frame. Raises LinkError."""
@@ -221,10 +202,6 @@ def _advance(buffers: list[memoryview], first: int, size_bytes: int) -> int:
     if size_bytes:
         buffers[first] = buffers[first][size_bytes:]
     return first
-
-
-def _head(message: bytes, payload_bytes: int) -> memoryview:
-    return memoryview(HEADER.pack(len(message), payload_bytes) + message)
 
 
 def _gone(error: OSError) -> LinkError:
