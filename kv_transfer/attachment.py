@@ -10,12 +10,11 @@ from kv_cache.layout import KVCacheLayout
 from kv_transfer.convert import check_wire
 from kv_transfer.handshake import parse_layout
 from kv_transfer.identity import Identity
-from kv_transfer.messages import Attach, Attached, Declined, Settled
+from kv_transfer.messages import MAX_REASON_CHARACTERS, Attach, Attached, Declined, Settled
 from kv_transfer.talk import GreetingRefused, Talk
 from kv_transfer.transport import Ask, LinkError, PayloadReader, Transport, TransportUnavailable
 
 MAX_PROPOSALS = 8
-_MAX_REASON_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def asking(talk: Talk, transport: str, wire: bytes) -> Ask:
         if isinstance(answer, Attached):
             return answer.data
         if isinstance(answer, Declined):
-            raise TransportUnavailable(f"the peer declined: {answer.reason[:_MAX_REASON_CHARACTERS]}")
+            raise TransportUnavailable(f"the peer declined: {answer.reason[:MAX_REASON_CHARACTERS]}")
         raise LinkError("the peer answered the greeting out of turn")
 
     return ask
@@ -71,7 +70,7 @@ def _answer(talk: Talk, proposal: Attach, transports: Mapping[str, Transport], i
         wire = _wire_layout(proposal, transport, identity.layout)
         data, reader = transport.accept(proposal.data, talk.channel, identity.layout, identity.pool)
     except TransportUnavailable as error:
-        talk.say(Declined(str(error)[:_MAX_REASON_CHARACTERS]))
+        talk.say(Declined(str(error)[:MAX_REASON_CHARACTERS]))
         return None
     attachment = Attachment(transport, reader, wire)
     try:

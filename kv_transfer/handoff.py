@@ -7,7 +7,7 @@ arguments and return effects; whoever calls them carries the effects out, in ord
 from dataclasses import dataclass
 from enum import Enum
 
-from kv_transfer.messages import HandoffMessage
+from kv_transfer.messages import MAX_REASON_CHARACTERS, HandoffMessage
 from kv_transfer.records import CommitRecord, ReceiveStats, SendStats
 from kv_transfer.refusals import Refusal
 from kvferry_rpc.common_pb2 import ErrorCode
@@ -53,10 +53,11 @@ class Failure:
 
 def peer_failure(code: int, reason: str) -> Failure:
     """What a peer gave as its reason to abort. Only CANCELLED and DEADLINE_EXCEEDED keep their kind across the wire."""
+    message = f"the peer gave up: {reason[:MAX_REASON_CHARACTERS]}"
     for kind in (ErrorCode.CANCELLED, ErrorCode.DEADLINE_EXCEEDED):
         if code == kind:
-            return Failure(f"the peer gave up: {reason}", kind)
-    return Failure(f"the peer gave up: {reason}")
+            return Failure(message, kind)
+    return Failure(message)
 
 
 @dataclass(frozen=True, slots=True)

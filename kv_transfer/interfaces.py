@@ -1,6 +1,6 @@
-"""Network interfaces and RDMA ports of this host, and the settings of UCX that both libraries which carry one share.
+"""Network interfaces and RDMA ports of this host, and the settings of UCX that `ucx` and `nixl` share.
 
-`nixl` brings a UCX of its own, `ucx` is one; both read the same environment, once, when they are loaded.
+UCX reads the environment once, when it is loaded.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-UCX_SETTINGS: Mapping[str, str] = {
+_SETTINGS: Mapping[str, str] = {
     # UCX keeps the registrations of memory that is gone, up to so many; without a bound they grow for days.
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
     # Its log goes to stdout otherwise, where a worker's first line and the output of commands belong.
@@ -20,13 +20,20 @@ UCX_SETTINGS: Mapping[str, str] = {
     # A variable that only one of the two UCX in a process knows is no mistake of the user's.
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
-"""What is set before a UCX is loaded, unless the user has."""
-
 _INFINIBAND = Path("/sys/class/infiniband")
 _INET6 = Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915
 
 _log = logging.getLogger(__name__)
+
+
+def ucx_settings() -> dict[str, str]:
+    """What is set before UCX is loaded, unless the user has."""
+    settings = dict(_SETTINGS)
+    if not rdma_ports():
+        # The verbs modules find no device; but where libibverbs is installed they crash the process at its exit.
+        settings["UCX_MODULES"] = "^ib"
+    return settings
 
 
 def set_unless_set(settings: Mapping[str, str]) -> None:

@@ -27,6 +27,8 @@ PROTOCOL_VERSION = 2
 MAX_GREETING_BYTES = 64 * 1024
 MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_RENEW_IDS = 256
+MAX_REASON_CHARACTERS = 1000
+"""What is repeated, to logs and receipts, of a reason that a peer gives."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

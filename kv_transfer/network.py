@@ -1,5 +1,6 @@
 """The network of a worker process: TCP for control, and whichever transports for payload it was told to have."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from kv_transfer.transport import Network, Transport
@@ -16,7 +17,13 @@ def build_network(names: Sequence[str], bind_host: str) -> Network:
     """
     if not names or len(set(names)) != len(names):
         raise ValueError(f"transports must be named, each once, not {', '.join(names) or 'none'}")
-    return TcpNetwork([_build(name, bind_host) for name in names])
+    transports: list[Transport] = []
+    with contextlib.ExitStack() as unless_all_are_built:
+        for name in names:
+            transports.append(_build(name, bind_host))
+            unless_all_are_built.callback(transports[-1].close)
+        unless_all_are_built.pop_all()
+    return TcpNetwork(transports)
 
 
 def _build(name: str, bind_host: str) -> Transport:

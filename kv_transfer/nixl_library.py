@@ -1,8 +1,8 @@
 """NIXL's library: what has to be set before it is loaded, the loading itself, and which network devices it may use.
 
 NIXL carries a UCX of its own. UCX takes its settings from the environment, once, when it is first loaded: there is no
-other way for most of them. They are set here and nowhere else, only where the user has not, and logged. A `ucxx` in
-the same process reads the same variables; all of them are meant for both.
+other way for most of them. They are set here and nowhere else, only where the user has not, and logged. `ucx`
+uses the same UCX where both are installed; see ucx_library.py.
 """
 
 import importlib
@@ -10,9 +10,10 @@ import importlib.util
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kv_transfer.interfaces import UCX_SETTINGS, rdma_ports, set_unless_set, ucx_devices
+from kv_transfer.interfaces import set_unless_set, ucx_devices, ucx_settings
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
@@ -36,11 +37,20 @@ def load(bind_host: str) -> NixlLibrary:
     return NixlLibrary(_import(), os.environ.get("UCX_NET_DEVICES", "all"))
 
 
+def bundled_ucx() -> tuple[Path, Path] | None:
+    """Where the UCX of the installed package is, as (libucp, libucs); None without the package, or in another form."""
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for place in (spec.submodule_search_locations if spec is not None else None) or ():
+            libraries = Path(place).parent / f"{package}.libs"
+            found = [next(iter(libraries.glob(f"{name}-*.so*")), None) for name in ("libucp", "libucs")]
+            if found[0] is not None and found[1] is not None:
+                return found[0], found[1]
+    return None
+
+
 def _settings(bind_host: str) -> dict[str, str]:
-    settings = dict(UCX_SETTINGS)
-    if not rdma_ports():
-        # The verbs modules find no device; but where libibverbs is installed they crash the process at its exit.
-        settings["UCX_MODULES"] = "^ib"
+    settings = ucx_settings()
     devices = ucx_devices(bind_host)
     if devices is not None:
         settings["UCX_NET_DEVICES"] = devices

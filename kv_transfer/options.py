@@ -170,6 +170,5 @@ def _loads(name: str, bind_host: str) -> bool:
     except ValueError as error:
         _log.warning("%s is installed but cannot be used: %s", name, error)
         return False
-    for transport in network.transports.values():
-        transport.close()
+    network.close()
     return True

@@ -97,6 +97,11 @@ class Outlet:
                 self._writer.close()
                 raise
             self._note(name, expected(list(self.offers), list(transports), pair), failed)
+            if self._wire != wire:
+                kept, asked = target.dtype.value, wire.dtype.value
+                _log.warning(
+                    "KV goes to %s over %s in %s, not in %s: it is one-sided", self.worker_id, name, kept, asked
+                )
             return transport
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
         raise LinkError(

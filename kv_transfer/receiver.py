@@ -292,9 +292,9 @@ class HandoffReceiver:
         self._run(lambda: self._table.link_failed(link.number, link.broken or str(end)))
         with self._changed:
             wait = self._table.must_outlive(link.number)
+        inlet.close()  # Before the wait: whoever is writing to us by a library that we end here finds out now.
         if wait and not isinstance(end, PeerGone):
             channel.wait_until_peer_closes()
-        inlet.close()
         # If it was we who stopped the channel, at close, we know nothing about the peer.
         self._run(lambda: [] if self._abandoned else self._table.link_closed(link.number))
         with self._changed:
@@ -349,6 +349,11 @@ class HandoffReceiver:
         try:
             found = inlet.receive(message, announced_bytes, seed)
             landed = True
+        except LinkError:
+            raise
+        except Exception:
+            inlet.close()  # A defect: what was asked for could land when `Fenced` has been said.
+            raise
         finally:
             now = self._clock.now()
             self._run(lambda: self._table.end_write(message, landed=landed, fingerprints=found, now=now))

@@ -44,9 +44,10 @@ class SendStats:
 class ReceiveStats:
     """The decode worker's half. Times are `clock.now()` of that worker, in seconds.
 
-    `first_write_at` and `last_write_at` are None where the bytes land without the receiver's help (shm) or there were
-    none. `commit_received_at` to `verified_at` is the time it took to check the content. `verified` is False, and
-    `digest` empty, only when the receiver was made with verify_checksums=False.
+    `first_write_at`: the first payload was announced; `last_write_at`: the last one had landed and been fingerprinted;
+    None when there was nothing to receive. `commit_received_at` to `verified_at` is the comparison alone. `size_bytes`
+    counts pages as they lie in the pool, whatever they were on the wire. `verified` is False, and `digest` empty, only
+    when the receiver was made with verify_checksums=False.
     """
 
     transport: str

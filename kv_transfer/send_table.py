@@ -28,6 +28,7 @@ from kv_transfer.handoff import (
     peer_failure,
 )
 from kv_transfer.messages import (
+    MAX_REASON_CHARACTERS,
     MAX_RENEW_IDS,
     Abort,
     Accepted,
@@ -250,9 +251,9 @@ class SendTable:
         if isinstance(message, Accepted):
             return self._accepted(handoff, now)
         if isinstance(message, Refused):
-            return self._fail(handoff, Failure(f"the decode worker refused the ticket: {message.reason}"), tell=False)
+            return self._refused(handoff, "ticket", message.reason)
         if isinstance(message, Rejected):
-            return self._fail(handoff, Failure(f"the decode worker refused the commit: {message.reason}"), tell=False)
+            return self._refused(handoff, "commit", message.reason)
         return self._fail(handoff, peer_failure(message.code, message.reason), tell=False)
 
     # ---- time
@@ -333,6 +334,10 @@ class SendTable:
         stats = handoff.stats(link.transport, now, detail=link.detail, expected=link.expected)
         del self._handoffs[handoff.handoff_id]
         return [ReportSent(handoff.handoff_id, stats), ReportDrained(handoff.handoff_id)]
+
+    def _refused(self, handoff: OutboundHandoff, what: str, reason: str) -> list[Effect]:
+        why = Failure(f"the decode worker refused the {what}: {reason[:MAX_REASON_CHARACTERS]}")
+        return self._fail(handoff, why, tell=False)
 
     def _renewed(self, link: int, message: Renewed) -> list[Effect]:
         if link in self._links:

@@ -44,14 +44,7 @@ from kv_transfer.send_table import SendTable
 from kv_transfer.talk import GreetingRefused, Talk
 from kv_transfer.tickets import outbound_handoff
 from kv_transfer.timer import DueTimer
-from kv_transfer.transport import (
-    Channel,
-    LinkError,
-    Network,
-    Transport,
-    TransportError,
-    choose_transports,
-)
+from kv_transfer.transport import Channel, LinkError, Network, Transport, TransportError, choose_transports
 from kv_transfer.transport_tcp import TcpNetwork
 from kv_transfer.wire import decode_from_receiver
 from kvferry_rpc import internal_pb2
@@ -272,6 +265,13 @@ class HandoffSender:
     def _talk(self, outlet: Outlet, channel: Channel, transport: Transport) -> None:
         link = outlet.link
         link.one_sided = transport.one_sided
+        reader = threading.Thread(target=self._read, args=(outlet,), name="kv-listen", daemon=True)
+        try:
+            reader.start()
+        except RuntimeError as error:  # the process has no thread left to give
+            outlet.payload().close()
+            self._unreachable(outlet, Failure(f"no link to {outlet.worker_id}: {error}"))
+            return
         with self._changed:
             self._backoff.succeeded(outlet.key)
             now, view = self._clock.now(), outlet.view
@@ -288,8 +288,6 @@ class HandoffSender:
             )
         self._deliver()
         self._timer.nudge()
-        reader = threading.Thread(target=self._read, args=(outlet,), name="kv-listen", daemon=True)
-        reader.start()
         link.run_writer(lambda: self._work(outlet))
         # Only now is it true that nothing of ours is in the peer's pool: closing the channel says so.
         outlet.payload().close()
@@ -341,7 +339,9 @@ class HandoffSender:
         except Exception as error:
             _log.exception("writing KV of %s failed", handoff.handoff_id)
             failure = Failure(f"a defect while writing: {error!r}", ErrorCode.INTERNAL)
+            outlet.payload().close()  # What was begun may be under way: it must not be when `Drained` is said.
             self._run(lambda: self._table.abort(handoff.handoff_id, failure))
+            outlet.link.break_off(failure.message)
         self._run(lambda: self._table.work_done(handoff, written, self._clock.now()))
         return True
 

@@ -2,11 +2,9 @@
 
 import time
 
-from kv_transfer.messages import MAX_GREETING_BYTES, Goodbye, Greeting, Message
+from kv_transfer.messages import MAX_GREETING_BYTES, MAX_REASON_CHARACTERS, Goodbye, Greeting, Message
 from kv_transfer.transport import Channel, LinkError
 from kv_transfer.wire import decode_greeting, encode
-
-_MAX_REASON_CHARACTERS = 1000
 
 
 class GreetingRefused(LinkError):
@@ -35,7 +33,7 @@ class Talk:
         )
         message = decode_greeting(data)
         if isinstance(message, Goodbye):
-            raise GreetingRefused(message.code, f"the peer refused the link: {message.reason[:_MAX_REASON_CHARACTERS]}")
+            raise GreetingRefused(message.code, f"the peer refused the link: {message.reason[:MAX_REASON_CHARACTERS]}")
         return message
 
     def _left_s(self) -> float:

@@ -1,6 +1,11 @@
 """UCX's library: what has to be set before it is loaded, the loading itself, and the few C functions that are used.
 
-The library comes with `ucxx-cu12` or `ucxx-cu13`, or is the system's. UCXX's own classes are not used, because a link
+The library comes with `ucxx-cu12` or `ucxx-cu13`, or is the system's, or nixl's where that is installed: a process
+must have one UCX only. Each replaces mmap and munmap for itself, and the one that was there first then no longer hears
+of memory that goes: its next context has no cache of registrations, and crashes the process over a peer that dies in
+the middle of a rendezvous (tried with 1.21 beside nixl's 1.23).
+
+UCXX's own classes are not used, because a link
 must be able to end for certain (tried with 0.52): a request cancelled in mid-transfer keeps its worker alive for ever,
 and with it the right to write into memory; an endpoint's `close` never ends while the other side is stopped; a request
 cannot be cancelled by itself; and its contexts are not made for workers on several threads. UCX's C interface, which is
@@ -15,12 +20,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer.interfaces import UCX_SETTINGS, set_unless_set, ucx_devices
+from kv_transfer.interfaces import set_unless_set, ucx_devices, ucx_settings
+from kv_transfer.nixl_library import bundled_ucx
 
 OK, IN_PROGRESS, BUSY = 0, 1, -15
 HOST_MEMORY, CUDA_MEMORY = 0, 1
 
-_SONAME = "libucp.so.0"
+_SONAMES = ("libucp.so.0", "libucs.so.0")
 _WHEEL = "libucx"  # Of libucx-cu12 or libucx-cu13, on which ucxx depends.
 _OLDEST = (1, 15)
 _MISSING = "transport ucx needs the library of UCX: pip install 'kvferry[ucx]'"
@@ -155,15 +161,15 @@ class UcxLibrary:
 
     def __init__(self) -> None:
         """Load it. Raises ValueError when it is missing or too old."""
-        set_unless_set(UCX_SETTINGS)
-        slow, quick = _load()
+        set_unless_set(ucx_settings())
+        slow, quick, status_text = _load()
         functions: dict[str, Any] = {}
         for table, library in ((_SLOW, slow), (_QUICK, quick)):
             for name, (result, arguments) in table.items():
                 functions[name] = library[name]
                 functions[name].restype, functions[name].argtypes = result, arguments
         self.c = _Functions(functions)
-        self._text = ctypes.PyDLL("libucs.so.0")["ucs_status_string"]
+        self._text = status_text
         self._text.restype = ctypes.c_char_p
         numbers = [ctypes.c_uint() for _ in range(3)]
         self.c.ucp_get_version(*(ctypes.addressof(number) for number in numbers))
@@ -246,12 +252,25 @@ def lanes_of(library: UcxLibrary, endpoint: int) -> str:
     return ",".join(dict.fromkeys(names))
 
 
-def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL]:
-    """The library twice: with and without letting go of the interpreter during a call. Raises ValueError."""
+def _load() -> tuple[ctypes.CDLL, ctypes.PyDLL, Any]:
+    """The library twice, with and without letting go of the interpreter during a call; `ucs_status_string`.
+
+    Raises ValueError.
+    """
+    names = _names()
+    try:
+        return ctypes.CDLL(names[0]), ctypes.PyDLL(names[0]), ctypes.PyDLL(names[1])["ucs_status_string"]
+    except OSError as error:
+        raise ValueError(f"{_MISSING} ({error})") from error
+
+
+def _names() -> tuple[str, str]:
+    """What to load as libucp and libucs."""
+    bundled = bundled_ucx()
+    if bundled is not None:
+        _log.info("UCX is the one of nixl: %s", bundled[0])
+        return str(bundled[0]), str(bundled[1])
     if importlib.util.find_spec(_WHEEL) is not None:
         # It loads its own, or the system's if RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY is set; then the name means that one.
         importlib.import_module(_WHEEL).load_library()
-    try:
-        return ctypes.CDLL(_SONAME), ctypes.PyDLL(_SONAME)
-    except OSError as error:
-        raise ValueError(f"{_MISSING} ({error})") from error
+    return _SONAMES

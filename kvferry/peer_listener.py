@@ -115,8 +115,7 @@ class ProbeListener:
         """End calls, links and threads, and give the memory back."""
         await self._server.stop(_STOP_GRACE_S)
         await asyncio.to_thread(self._receiver.close, _CLOSE_TIMEOUT_S)
-        for transport in self._network.transports.values():
-            await asyncio.to_thread(transport.close)
+        await asyncio.to_thread(self._network.close)
         self._pool.close()
 
     # ---- the service

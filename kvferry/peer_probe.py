@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 import msgspec
+from google.protobuf.message import DecodeError
 
 from kv_transfer.choice import Pair, candidates, degraded, expected
 from kv_transfer.events import CommitRecord, Drained, Failed, SendEvent, Sent
@@ -109,8 +110,7 @@ async def probe(address: str, secret: bytes, options: TransferOptions) -> PeerRe
     local_host = await asyncio.to_thread(address_towards, address)
     network = options.network(local_host)
     own = report_end(network, options)
-    for transport in network.transports.values():  # Each trial opens its own.
-        transport.close()
+    network.close()  # Each trial opens its own.
     async with channel(address, secret) as calls:
         control = _Control(calls, address)
         peer = await control.call("Introduce", own, EndReport)
@@ -200,7 +200,7 @@ async def _measure(name: str, hand_offs: "_HandOffs", control: _Control) -> Tria
         reply = await control.call("Ticket", TicketRequest(name, num_blocks), TicketReply)
         if reply.refusal:
             raise KvferryError(ErrorCode.UNAVAILABLE, f"at the peer: {reply.refusal}")
-        ticket = Ticket.FromString(reply.ticket)
+        ticket = _parsed(reply.ticket)
         sent, seconds = await asyncio.to_thread(hand_offs.send, ticket)
         answer = await control.call("Outcome", OutcomeRequest(ticket.handoff_id), OutcomeReply, _OUTCOME_TIMEOUT_S)
         if answer.failure:
@@ -211,6 +211,13 @@ async def _measure(name: str, hand_offs: "_HandOffs", control: _Control) -> Tria
         elif num_blocks == LARGE_BLOCKS:  # The first of the two touches both pools' memory for the first time.
             trial = replace(trial, gigabytes_per_s=sent.stats.size_bytes / seconds / 1e9)
     return trial
+
+
+def _parsed(ticket: bytes) -> Ticket:
+    try:
+        return Ticket.FromString(ticket)
+    except DecodeError as error:
+        raise KvferryError(ErrorCode.HANDOFF_FAILED, f"at the peer: a malformed ticket: {error}") from error
 
 
 class _HandOffs:
@@ -260,8 +267,7 @@ class _HandOffs:
     def close(self) -> None:
         """End the link and give everything back."""
         self._sender.close(_CLOSE_TIMEOUT_S)
-        for transport in self._network.transports.values():
-            transport.close()
+        self._network.close()
         self._pool.close()
 
     def _on_event(self, event: SendEvent) -> None:

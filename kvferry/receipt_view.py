@@ -4,8 +4,7 @@ from typing import Any
 
 from kv_transfer.choice import degraded
 from kvferry_rpc.common_pb2 import KVReceipt
-
-_FINAL = "final: "  # How the last failure of a request begins that got no answer.
+from router.receipts import FINAL_FAILURE
 
 
 def receipt_dict(receipt: KVReceipt) -> dict[str, Any]:
@@ -54,14 +53,20 @@ def receipt_rows(receipt: KVReceipt) -> list[tuple[str, str]]:
         ("prefill_ms", f"{receipt.prefill_ms:.1f}"),
         ("transfer_ms", f"{receipt.transfer_ms:.1f}"),
         ("exposed_transfer_ms", f"{receipt.exposed_transfer_ms:.1f}"),
-        ("hidden_share", f"{receipt.hidden_share:.0%} of the transfer ran behind prefill"),
+        ("hidden_share", _hidden_share(receipt)),
         ("commit_ms", f"{receipt.commit_ms:.1f}"),
         ("decode_ms", f"{receipt.decode_ms:.1f}"),
     ]
     return rows + [
-        ("failure" if failure.startswith(_FINAL) else "earlier_failure", failure)
+        ("failure" if failure.startswith(FINAL_FAILURE) else "earlier_failure", failure)
         for failure in receipt.earlier_failures
     ]
+
+
+def _hidden_share(receipt: KVReceipt) -> str:
+    if receipt.transfer_ms <= 0:
+        return "none: nothing was transferred"
+    return f"{receipt.hidden_share:.0%} of the transfer ran behind prefill"
 
 
 def _expected(receipt: KVReceipt) -> str:

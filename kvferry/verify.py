@@ -13,9 +13,9 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
+from kv_transfer.end_facts import INSTALL, has_library
 from kv_transfer.options import WireDtype
 from kvferry.cluster_spec import ClusterSpec
 from kvferry.launcher import ClusterEvent, LocalCluster
@@ -35,7 +35,6 @@ from runtime.grpc_life import channel
 
 _REQUEST_TIMEOUT_S = 600.0
 _FIRST_SEED = 1234
-_LIBRARIES = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def standard_variants(prompt_tokens: Sequence[int], max_tokens: int) -> tuple[Va
     # The longest prompt must fit alone, and two running sequences together with it must not.
     longest = max(prompt_tokens) + max_tokens
     tight = -(-longest // 16) + 1
-    installed = [name for name, module in _LIBRARIES.items() if any(find_spec(candidate) for candidate in module)]
+    installed = [name for name in INSTALL if has_library(name)]
     return (
         Variant("block 16, shm", "shm"),
         Variant("block 32, shm", "shm", block_size=32),

@@ -132,8 +132,7 @@ class PrefillProcess:
         self._sender.close(timeout_s)
         self._receiver.close(timeout_s)
         self._engine_loop.stop(timeout_s)
-        for transport in self._network.transports.values():
-            transport.close()
+        self._network.close()
         self._pool.close()
 
 

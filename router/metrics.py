@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kv_transfer.choice import PREFERENCE
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
 from router.admission import Admission, RoomQueue
 from router.policy import Health
@@ -28,7 +29,7 @@ _REJECTIONS = frozenset(
         ErrorCode.UNAUTHENTICATED,
     }
 )
-_TRANSPORTS = frozenset({"shm", "tcp", "memory", "ucx", "nixl", LOCAL_TRANSPORT})
+_TRANSPORTS = frozenset({*PREFERENCE, LOCAL_TRANSPORT})
 _MAX_WARNED = 1024
 _OUTCOMES = ("ok", "cancelled", "rejected", "failed")
 _DOOR_OUTCOMES = {ErrorCode.CANCELLED: "cancelled", ErrorCode.INTERNAL: "failed"}

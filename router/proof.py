@@ -1,9 +1,9 @@
 """What must hold before an answer counts, and what a strict router insists on besides. Pure.
 
-Always: where both workers name a digest, it is the same one. With `strict`, all of `Clause`: the prompt was computed on
-a prefill worker and nowhere else, both halves of the hand-off are there, every block was verified, and no slower
-transport was used than required. Whatever fails that fails the request; there is no second try, since a cluster that
-cannot prove one hand-off is to be looked at.
+Always: where both workers name a digest, it is the same one. With `strict`, all of `Clause`: what no cache had of the
+prompt was computed on a prefill worker and nowhere else, both halves of the hand-off are there, every block was
+verified, and no slower transport was used than required. Whatever fails that fails the request; there is no second try,
+since a cluster that cannot prove one hand-off is to be looked at.
 """
 
 from collections.abc import Iterator

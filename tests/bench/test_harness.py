@@ -22,6 +22,7 @@ from bench.common.harness import (
     pair_ratio,
     summarise,
     take_pairs,
+    take_rounds,
 )
 from bench.common.origin import ROOT, commit, machine
 
@@ -48,6 +49,20 @@ def test_samples_are_taken_in_turn_and_kvferry_goes_first() -> None:
 def test_fewer_than_five_pairs_are_refused() -> None:
     with pytest.raises(ValueError, match="too few"):
         take_pairs(lambda: 1.0, lambda: 1.0, MIN_PAIRS - 1)
+
+
+def test_rounds_take_one_sample_of_each_way_in_turn() -> None:
+    taken: list[str] = []
+
+    def sample(name: str) -> float:
+        taken.append(name)
+        return float(len(taken))
+
+    found = take_rounds({"A": lambda: sample("A"), "B": lambda: sample("B")}, MIN_PAIRS)
+    assert taken == ["A", "B"] * MIN_PAIRS
+    assert found == {"A": [1, 3, 5, 7, 9], "B": [2, 4, 6, 8, 10]}
+    with pytest.raises(ValueError, match="too few"):
+        take_rounds({"A": lambda: 1.0}, MIN_PAIRS - 1)
 
 
 @pytest.mark.parametrize(("better", "ratio"), [(Better.HIGHER, 2.0), (Better.LOWER, 0.5)])

@@ -1,11 +1,13 @@
 """`kvferry doctor --listen` and `kvferry doctor --peer` as two real processes on the loopback address."""
 
 import json
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 
 from kv_transfer.end_facts import importable_transports
 from runtime.secret import create_secret_file
+from tests.support.listening import LOOPBACK, listening
+from tests.support.pickled import Bomb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 DOCTOR = (sys.executable, "-m", "kvferry", "doctor", "--json")
@@ -67,6 +71,23 @@ def test_every_transport_installed_here_is_tried_and_works(secret_file: Path) ->
     report = json.loads(done.stdout)
     assert {trial["transport"]: trial["failure"] for trial in report["trials"]} == dict.fromkeys(installed, "")
     assert (report["chosen"], report["warning"]) == ("shm", "")
+
+
+def test_pickles_at_every_port_of_the_listener_do_nothing(secret_file: Path, tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    bomb = pickle.dumps(Bomb(trap))
+    with _listening(secret_file) as (listener, ready):
+        assert _ask(ready["address"], secret_file).returncode == 0
+        ports = listening(listener.pid)
+        assert len(ports) >= 2, "one to ask at, and one for KV links"
+        for address, port in ports:
+            assert address in LOOPBACK
+            for prefix in (b"", len(bomb).to_bytes(4, "big"), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
+                with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger, suppress(OSError):
+                    stranger.sendall(prefix + bomb)
+                    stranger.shutdown(socket.SHUT_WR)
+        assert _ask(ready["address"], secret_file).returncode == 0
+        assert not trap.exists()
 
 
 def test_nothing_in_common_ends_with_one_and_says_so(secret_file: Path) -> None:

@@ -3,7 +3,6 @@ what its processes do while nobody talks to them."""
 
 import os
 import pickle
-import re
 import socket
 import time
 from contextlib import suppress
@@ -14,28 +13,17 @@ import httpx
 import pytest
 
 from kvferry_rpc import public_pb2, public_pb2_grpc
+from tests.support.listening import LOOPBACK, listening
 from tests.support.live_cluster import LiveCluster
+from tests.support.pickled import Bomb
 from tests.support.raw_http import RawClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 MODEL = "tiny-real"
-_LISTEN = "0A"
-# 127.0.0.1, ::1, and 127.0.0.1 on a socket of both families, which is how gRPC listens.
-_LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
 def _listening(pids: list[int]) -> list[tuple[str, int]]:
-    """Address (as the kernel prints it) and port of each TCP socket on which these processes listen."""
-    inodes = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes.update(re.findall(r"socket:\[(\d+)\]", str(entry.readlink())))
-            except OSError:
-                continue
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    local = [row[1].split(":") for row in rows if row[3] == _LISTEN and row[9] in inodes]
-    return [(address, int(port, 16)) for address, port in local]
+    return [found for pid in pids for found in listening(pid)]
 
 
 def _all_pids(cluster: LiveCluster) -> list[int]:
@@ -52,17 +40,7 @@ def test_every_port_is_on_the_loopback_address(cluster: LiveCluster) -> None:
     found = _listening(_all_pids(cluster))
     # The router has three, each worker one, each decode worker one more for its KV links.
     assert len(found) == 3 + 3 + 2
-    assert {address for address, _ in found} <= _LOOPBACK
-
-
-class _Bomb:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self._path,)
+    assert {address for address, _ in found} <= LOOPBACK
 
 
 @pytest.mark.parametrize(
@@ -70,7 +48,7 @@ class _Bomb:
 )
 def test_no_port_unpickles_what_a_stranger_sends(cluster: LiveCluster, tmp_path: Path, prefix: bytes) -> None:
     mark = tmp_path / "unpickled"
-    payload = pickle.dumps(_Bomb(mark))
+    payload = pickle.dumps(Bomb(mark))
     pickle.loads(payload)  # noqa: S301 - our own bytes, and the point of the test
     assert mark.exists(), "the bomb must be able to go off"
     mark.unlink()

@@ -69,7 +69,9 @@ def test_a_wire_dtype_saves_bytes_and_the_pool_keeps_its_own(kind: str, wire: KV
 
 
 @pytest.mark.parametrize("kind", ["memory-direct", "shm"])
-def test_a_wire_dtype_is_not_for_one_sided_transports(kind: str) -> None:
+def test_a_wire_dtype_is_not_for_one_sided_transports_and_the_log_says_so(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with ConvertPair(LAYOUT, LAYOUT, num_tokens=150, kind=kind, wire_dtype=KVDtype.INT8) as pair:
         ticket = pair.reserve()
         pair.send(ticket)
@@ -77,6 +79,7 @@ def test_a_wire_dtype_is_not_for_one_sided_transports(kind: str) -> None:
         assert sent.stats.conversion == ""
         assert sent.stats.size_bytes == LAYOUT.pool_bytes(pair.num_blocks)
         assert pair.arrived(ticket)[: LAYOUT.block_bytes] == pair.expected()[: LAYOUT.block_bytes]
+        assert "in fp32, not in int8: it is one-sided" in caplog.text
 
 
 @pytest.mark.parametrize("first_block", [1, 2, 3])

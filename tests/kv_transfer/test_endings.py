@@ -20,7 +20,7 @@ from kv_transfer.transport_shm import PoolWriter
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
-from tests.support.kv_pair import KINDS, LAYOUT, POISON, WAIT_S, Pair, block_of, poison, wiring
+from tests.support.kv_pair import KINDS, LAYOUT, LIBRARIES, POISON, WAIT_S, Pair, block_of, poison, wiring
 
 NOTHING = ReceiveCounts(0, 0, 0, 0)
 
@@ -79,8 +79,11 @@ def test_a_place_that_nobody_opened_is_fenced_at_once_by_an_abort() -> None:
         assert "no such ticket" in sent.error.message
 
 
-@pytest.mark.parametrize("kind", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_hundred_quick_rounds_leave_nothing(kind: str) -> None:
+    """H061: each request follows one that is cancelled."""
+    with Pair(**wiring(kind)) as pair:  # What a library opens once stays open.
+        pair.send(pair.reserve([0]), [1])
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with Pair(**wiring(kind)) as pair:
         first = pair.reserve([0])
@@ -106,10 +109,14 @@ def test_two_hundred_quick_rounds_leave_nothing(kind: str) -> None:
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
-@pytest.mark.parametrize("kind", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize("kind", ["memory", "tcp", "shm", *LIBRARIES])
 def test_memory_does_not_grow_with_the_number_of_hand_offs(kind: str) -> None:
-    def rounds(count: int) -> int:
-        """Bytes that Python holds afterwards."""
+    """A leak shows in every period. In a single one Python may have rebuilt a large table of its own, that of interned
+    strings for one, whose new memory counts and whose old one, older than the counting, does not."""
+
+    def growth(count: int) -> int:
+        """By how many bytes that Python holds."""
+        before = tracemalloc.get_traced_memory()[0]
         for _ in range(count):
             ticket = pair.reserve([1, 2])
             pair.send(ticket, [3, 4])
@@ -117,16 +124,16 @@ def test_memory_does_not_grow_with_the_number_of_hand_offs(kind: str) -> None:
             pair.receiver.release(ticket.handoff_id)
             pair.forget()
         gc.collect()
-        return tracemalloc.get_traced_memory()[0]
+        return tracemalloc.get_traced_memory()[0] - before
 
     with Pair(**wiring(kind)) as pair:
         tracemalloc.start()
         try:
-            settled = rounds(50)
-            grown = rounds(200) - settled
+            growth(30)
+            grown = [growth(40) for _ in range(4)]
         finally:
             tracemalloc.stop()
-    assert grown < 200 * 16, "each hand-off leaves something behind"
+    assert min(grown) < 40 * 16, f"each hand-off leaves something behind: {grown}"
 
 
 def test_a_lease_runs_out_with_no_traffic_at_all() -> None:
@@ -138,15 +145,16 @@ def test_a_lease_runs_out_with_no_traffic_at_all() -> None:
         assert pair.receiver.snapshot().handoffs == NOTHING
 
 
-@pytest.mark.parametrize("kind", ["memory-direct", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_renewals_keep_many_hand_offs_that_wait(kind: str) -> None:
+    """H087."""
     clock, lease_s = ManualClock(), 3.0
     both = {"clock": clock}
-    with Pair(num_blocks=64, receiver={"lease_s": lease_s, **both}, sender=both, **wiring(kind)) as pair:
-        tickets = [pair.reserve([block]) for block in range(64)]
+    with Pair(num_blocks=128, receiver={"lease_s": lease_s, **both}, sender=both, **wiring(kind)) as pair:
+        tickets = [pair.reserve([block]) for block in range(128)]
         for ticket in tickets:
             pair.open(ticket, [ticket.block_ids[0]])
-        pair.wait_until_open(64)
+        pair.wait_until_open(128)
         for _ in range(5):
             clock.advance(lease_s / 2)
             pair.sender.sweep(clock.now())
@@ -306,7 +314,7 @@ def test_a_broken_link_is_not_a_fence_while_its_sender_is_in_the_middle_of_a_cop
         pair.sent.wait(ticket.handoff_id, Drained)
 
 
-@pytest.mark.parametrize("name", ["kv-send", "kv-receive"])
+@pytest.mark.parametrize("name", ["kv-send", "kv-listen", "kv-receive", "kv-answer"])
 def test_without_a_thread_to_spare_one_hand_off_fails_and_the_next_works(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

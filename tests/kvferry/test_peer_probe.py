@@ -112,6 +112,20 @@ async def test_a_library_that_fails_here_does_not_keep_the_others_from_a_try(mon
     assert report.warning == "shm was expected, tcp will be used: here: the driver said no"
 
 
+@pytest.mark.parametrize("ticket", [b"\xff\xff", b""])
+async def test_a_peer_whose_tickets_make_no_sense_fails_the_trials_and_not_the_command(
+    ticket: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nonsense(self: ProbeListener, request: bytes, context: Any) -> bytes:
+        return encode(TicketReply(ticket))
+
+    monkeypatch.setattr(ProbeListener, "ticket", nonsense)
+    async with _listening() as (_, address):
+        report = await probe(address, SECRET, LOCAL)
+    assert all("ticket" in trial.failure for trial in report.trials)
+    assert report.chosen == ""
+
+
 async def test_an_end_that_is_not_there_is_unavailable() -> None:
     async with _listening() as (_, address):
         pass

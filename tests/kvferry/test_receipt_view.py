@@ -41,6 +41,12 @@ def test_every_field_of_the_receipt_is_in_its_table() -> None:
     assert shown["earlier_failure"] == "attempt 1: prefill-1 was lost"
 
 
+def test_without_a_transfer_none_of_it_is_said_to_have_been_exposed() -> None:
+    receipt = _receipt()
+    receipt.transfer_ms = receipt.exposed_transfer_ms = receipt.hidden_share = 0.0
+    assert dict(receipt_rows(receipt))["hidden_share"] == "none: nothing was transferred"
+
+
 def test_a_slower_transport_than_expected_shouts() -> None:
     receipt = _receipt()
     receipt.expected_transport = "shm"
