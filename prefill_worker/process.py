@@ -73,7 +73,9 @@ class PrefillProcess:
             on_fatal=lambda error: self._on_fatal(),
             name=config.worker_id,
         )
-        self._service = PrefillService(self._engine_loop, self._plan.limits, self._clock)
+        # What decode workers hold was made of fewer bits then: this cache stays exact.
+        pulls = config.wire_dtype is None
+        self._service = PrefillService(self._engine_loop, self._plan.limits, self._clock, pulls=pulls)
         log_load(f"prefill worker {config.worker_id}", self._plan)
 
     @property

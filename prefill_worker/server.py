@@ -18,12 +18,16 @@ from runtime.in_flight import InFlight
 class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
     """Event-loop thread only."""
 
-    def __init__(self, engine_loop: EngineLoop[Command, PrefillView], limits: DoorLimits, clock: Clock) -> None:
+    def __init__(
+        self, engine_loop: EngineLoop[Command, PrefillView], limits: DoorLimits, clock: Clock, *, pulls: bool = True
+    ) -> None:
+        """Without `pulls` nothing is pulled from decode workers, whatever a router proposes."""
         self.in_flight = InFlight()
         self.draining = False
         self._engine_loop = engine_loop
         self._limits = limits
         self._clock = clock
+        self.pulls = pulls
 
     async def Prefill(
         self, request: internal_pb2.PrefillRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -58,7 +62,7 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
             arrived_at=now,
             deadline=now + request.deadline_ms / 1e3,
             reply=lambda event: _deliver(loop, events, event),
-            source=request.source if request.HasField("source") else None,
+            source=request.source if self.pulls and request.HasField("source") else None,
         )
         self._engine_loop.submit(submit)
         return submit

@@ -94,6 +94,13 @@ async def test_a_source_reaches_the_engine_if_there_is_one(bench: Bench) -> None
         assert await read_all(call) == [DONE]
 
 
+async def test_a_worker_that_pulls_nothing_leaves_the_source_out(bench: Bench) -> None:
+    bench.service.pulls = False
+    call, submit = await bench.submitted(source=KVSource(decode_worker="d0", num_tokens=32))
+    assert submit.source is None
+    call.cancel()
+
+
 @pytest.mark.parametrize("after", [[], [FIRST], [PULL]])
 async def test_a_caller_that_hangs_up_cancels_its_own_call(bench: Bench, after: list[PrefillEvent]) -> None:
     call, submit = await bench.submitted()
