@@ -35,6 +35,19 @@ def test_a_transport_without_its_library_names_the_command_that_installs_it(
         build_network(("tcp", name), HOST)
 
 
+def test_a_network_that_cannot_be_built_closes_the_transports_that_it_has_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(InBandTransport, "close", lambda self: closed.append(self.name))
+    monkeypatch.setitem(sys.modules, "kv_transfer.transport_ucx", None)
+    with pytest.raises(ValueError, match="transport ucx needs a library"):
+        build_network(("tcp", "ucx"), HOST)
+    assert closed == ["tcp"]
+    build_network(("tcp",), HOST)
+    assert closed == ["tcp"], "one that was built stays open"
+
+
 def test_closing_a_network_closes_every_transport_whatever_one_of_them_does() -> None:
     closed: list[str] = []
 

@@ -32,7 +32,7 @@ def test_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings_that_nobody_made_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("nixl_cu12")
     monkeypatch.setattr(interfaces, "_INFINIBAND", tmp_path)
-    for variable in ("UCX_NET_DEVICES", "UCX_MODULES", *interfaces.UCX_SETTINGS):
+    for variable in ("UCX_NET_DEVICES", *interfaces.ucx_settings()):
         monkeypatch.setenv(variable, "to be put back")
         monkeypatch.delenv(variable)
     assert load("127.0.0.1").devices == "lo"

@@ -16,6 +16,7 @@ pytest.importorskip("nixl_cu12")
 from kv_transfer.region import MemoryRegion
 from kv_transfer.transport import LinkError
 from kv_transfer.transport_nixl import NixlTransport
+from tests.support.listening import listening
 from tests.support.nixl_peer import (
     LAYOUT,
     LONG_S,
@@ -220,22 +221,5 @@ def test_ucx_listens_on_the_address_of_the_worker_alone(start: Callable[..., Pee
     receiver = start("receive")
     sender = SenderEnd(transport, pool(), receiver.hear()["address"])
     for pid in (receiver.process.pid, os.getpid()):
-        listening = _listening(pid)
-        assert listening
-        assert listening == {"0100007F"}
+        assert {address for address, _ in listening(pid)} == {"0100007F"}
     sender.close()
-
-
-def _listening(pid: int) -> set[str]:
-    """The addresses, in the kernel's hexadecimal, at which a process listens."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(link))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add(fields[1].partition(":")[0])
-    return found

@@ -6,6 +6,7 @@ import pytest
 
 from kv_transfer.handoff import CloseLink, Failure, Post, ReportFailed, ReportSent
 from kv_transfer.messages import (
+    MAX_REASON_CHARACTERS,
     MAX_RENEW_IDS,
     Abort,
     Accepted,
@@ -104,6 +105,16 @@ def test_another_link_can_change_nothing(state: str, message: str) -> None:
 @pytest.mark.parametrize("message", [Opened("x"), Abort("x", 7, "why")])
 def test_who_asks_about_a_hand_off_that_is_over_hears_that_nobody_writes(message: ReceiverMessage) -> None:
     assert in_state("transferring").handle(LINK, message, 5.0) == [Post(LINK, Fence("x"))]
+
+
+@pytest.mark.parametrize("kind", [Refused, Rejected, Abort])
+def test_of_what_a_peer_gives_as_its_reason_only_the_beginning_is_repeated(kind: type[ReceiverMessage]) -> None:
+    reason = "no " * 100_000
+    message = Abort("h", ErrorCode.CANCELLED, reason) if kind is Abort else kind("h", reason)
+    failed = in_state("transferring").handle(LINK, message, 4.0)[0]
+    assert isinstance(failed, ReportFailed)
+    assert failed.failure.message.endswith(reason[:MAX_REASON_CHARACTERS])
+    assert len(failed.failure.message) < 2 * MAX_REASON_CHARACTERS
 
 
 @pytest.mark.parametrize("message", [Accepted("x"), Rejected("x", ""), Refused("x", ""), Renewed(("x",))])

@@ -1,16 +1,11 @@
 """Hand-offs between two real processes, and what one of them does when the other is killed or stopped."""
 
 import hashlib
-import json
 import os
-import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,60 +16,10 @@ from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import Ticket
 from runtime.clock import ManualClock
 from tests.support.kv_pair import LAYOUT, LIBRARIES, WAIT_S, Pair, block_of, wiring
+from tests.support.kv_process import Peer
 
-ROOT = Path(__file__).parents[2]
 NUM_BLOCKS = 16
 LONG_S = 60.0  # A lease or timeout that no test waits for.
-
-
-class Peer:
-    """A worker end in another process; see tests/support/kv_peer.py."""
-
-    def __init__(self, role: str, kind: str, num_blocks: int, options: dict[str, Any]) -> None:
-        config = {"transports": [kind], "num_blocks": num_blocks, "options": options}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.kv_peer", role, json.dumps(config)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        self.wait(lambda line: "ready" in line)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(json.loads(line))
-
-    def do(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def wait(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The next line that is wanted; those before it are gone."""
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            line = self._lines.get(timeout=deadline - time.monotonic())
-            if wanted(line):
-                return line
-
-    def wait_event(self, *kinds: str) -> dict[str, Any]:
-        return self.wait(lambda line: line.get("event") in kinds)
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(10.0)
-        self._reader.join(10.0)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
 
 
 class RemotePrefill:
@@ -222,9 +167,7 @@ class RemoteDecode:
         self.peer = Peer("decode", kind, num_blocks, {"lease_s": LONG_S, "io_timeout_s": LONG_S})
 
     def reserve(self, num_blocks: int) -> Ticket:
-        ids = list(range(num_blocks))
-        self.peer.do(block_ids=ids, first_block=0, num_tokens=self.pair.tokens(num_blocks))
-        return Ticket.FromString(bytes.fromhex(self.peer.wait(lambda line: "ticket" in line)["ticket"]))
+        return self.peer.reserve(range(num_blocks), self.pair.tokens(num_blocks))
 
     def __enter__(self) -> "RemoteDecode":
         return self

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ pytest.importorskip("libucx")
 
 from kv_transfer import ucx_library
 from kv_transfer.network import build_network
+from kv_transfer.nixl_agent import NixlAgent
+from kv_transfer.nixl_library import load
 from kv_transfer.transport_ucx import UcxTransport
 from kv_transfer.ucx_library import CUDA_MEMORY, HOST_MEMORY, UcxContext, UcxError, UcxLibrary
 from kv_transfer.ucx_port import Span, span_of
@@ -18,11 +21,20 @@ from kv_transfer.ucx_port import Span, span_of
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx_library, "_WHEEL", "no_such_package_of_ucx")
-    monkeypatch.setattr(ucx_library, "_SONAME", "libucp-that-nobody-has.so")
+    monkeypatch.setattr(ucx_library, "_SONAMES", ("libucp-that-nobody-has.so", "libucs-that-nobody-has.so"))
+    monkeypatch.setattr(ucx_library, "bundled_ucx", lambda: None)
     with pytest.raises(ValueError, match=r"pip install 'kvferry\[ucx\]'"):
         UcxTransport("127.0.0.1")
     with pytest.raises(ValueError, match=r"pip install 'kvferry\[ucx\]'"):
         build_network(["ucx", "tcp"], "127.0.0.1")
+
+
+def test_a_process_with_nixl_has_one_ucx_only() -> None:
+    pytest.importorskip("nixl_cu12")
+    UcxLibrary()
+    NixlAgent(load("127.0.0.1"), []).close()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert len({line.split()[-1] for line in maps.splitlines() if "/libucm" in line and "cuda" not in line}) == 1
 
 
 def test_settings_of_the_user_are_kept_and_ours_are_logged(

@@ -184,6 +184,12 @@ class Pair:
         with receiver._changed:
             assert receiver._changed.wait_for(lambda: receiver._table.next_expiry() == expires_at, WAIT_S)
 
+    def wait_until_links(self, count: int) -> None:
+        """Until this many links are up at the receiver."""
+        receiver = self.receiver
+        with receiver._changed:
+            assert receiver._changed.wait_for(lambda: len(receiver._inlets) == count, WAIT_S)
+
     def send(self, ticket: Ticket, source: Sequence[int], *, within_s: float = WAIT_S) -> None:
         """Open, push layer by layer, commit."""
         self.open(ticket, source, within_s=within_s)
