@@ -131,7 +131,9 @@ class HandoffSender:
                 raise KvferryError(ErrorCode.UNAVAILABLE, "the prefill worker is closing")
             if ticket.handoff_id in self._table:
                 raise ValueError(f"hand-off {ticket.handoff_id} is open already")
-            outlet = self._outlets.get(key) or self._dial(key, ticket)
+            outlet = self._outlets.get(key)
+            if outlet is None or outlet.link.broken is not None:  # Broken: its threads are on their way out.
+                outlet = self._dial(key, ticket)
             handoff.link = outlet.link.number
             self._apply(self._table.open(handoff, self._clock.now()))
             if outlet.thread is None:

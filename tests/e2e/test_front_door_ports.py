@@ -38,8 +38,8 @@ def _works(cluster: LiveCluster) -> bool:
 
 def test_every_port_is_on_the_loopback_address(cluster: LiveCluster) -> None:
     found = _listening(_all_pids(cluster))
-    # The router has three, each worker one, each decode worker one more for its KV links.
-    assert len(found) == 3 + 3 + 2
+    # The router has three, each worker one, and one more for its KV links: prefill workers take pulls.
+    assert len(found) == 3 + 3 + 3
     assert {address for address, _ in found} <= LOOPBACK
 
 

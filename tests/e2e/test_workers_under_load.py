@@ -8,8 +8,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.live_cluster import LiveCluster, live_cluster
 
@@ -28,20 +30,28 @@ def _client(cluster: LiveCluster) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=cluster.base_url, timeout=180, limits=httpx.Limits(max_connections=256))
 
 
+async def _serving(address: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
 def _body(rng: random.Random, max_tokens: int, **fields: Any) -> dict[str, Any]:
     prompt = [rng.randrange(6, 4000) for _ in range(rng.randrange(100, 400))]
     return {"model": "tiny-real", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
 
 
-def test_a_hundred_and_twenty_eight_at_once_all_have_verified_receipts(pair: LiveCluster) -> None:
-    rng = random.Random(SEED)
+def test_two_hundred_at_once_all_have_verified_receipts_and_workers_answer_meanwhile(pair: LiveCluster) -> None:
+    """H072."""
+    rng, workers = random.Random(SEED), [worker.address for worker in pair.state().workers]
 
     async def run() -> list[dict[str, Any]]:
         async with _client(pair) as http:
-            bodies = [_body(rng, 4, kv_receipt=True) for _ in range(128)]
+            bodies = [_body(rng, 4, kv_receipt=True) for _ in range(200)]
             answers = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
             while not all(answer.done() for answer in answers):
                 assert (await http.get("/health")).status_code == 200
+                assert await asyncio.gather(*map(_serving, workers)) == [True] * 2
                 await asyncio.wait(answers, timeout=0.5)
             assert [answer.result().status_code for answer in answers] == [200] * len(bodies)
             return [answer.result().json()["kv_receipt"] for answer in answers]
