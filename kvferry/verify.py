@@ -54,7 +54,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """What to compare. `model` is what the user named; `model_dir` its prepared directory."""
+    """What to compare. `model` is what the user named, `model_dir` its prepared directory; each of `samplings`
+    (`greedy`, `sampled`) gets a cluster of its own."""
 
     model: str
     model_dir: Path
@@ -63,6 +64,7 @@ class VerifyOptions:
     max_tokens: int = 16
     concurrency: int = 8
     with_transformers: bool = True
+    samplings: tuple[str, ...] = ("greedy", "sampled")
 
 
 @dataclass(slots=True)
@@ -168,14 +170,15 @@ async def _verify_variant(
     say: Callable[[str], None],
 ) -> AsyncIterator[Row]:
     preempted = 0
-    for sampling, cases in (("greedy", greedy), ("sampled", sampled)):
+    for sampling in options.samplings:
+        cases = sampled if sampling == "sampled" else greedy
         async with _cluster(options, variant, say) as address:
             for cache in ("cold", "warm"):
                 answers, preemptions = await _ask_all(address, options, cases)
                 notes = _check_receipts(answers, variant)
                 preempted += preemptions
                 # Who meets whom in the pool is a matter of timing, so this is asked of the variant as a whole.
-                if variant.must_preempt and (sampling, cache) == ("sampled", "warm") and not preempted:
+                if variant.must_preempt and (sampling, cache) == (options.samplings[-1], "warm") and not preempted:
                     notes.append("nothing was preempted in any pass")
                 names = ["one process, sampled"] if sampling == "sampled" else ["one process"]
                 if sampling == "greedy" and options.with_transformers:

@@ -108,6 +108,11 @@ def test_an_idle_cluster_uses_next_to_no_processor_time(cluster: LiveCluster) ->
     assert _works(cluster)
     cluster.wait_at_rest()
     pids = _all_pids(cluster)
+    workers = [cluster.pid(name) for name in cluster.pids if name != "router"]
     used, began = _cpu_seconds(pids), time.monotonic()
+    used_by_workers = [_cpu_seconds([pid]) for pid in workers]
     time.sleep(3)  # Idleness is only seen over time.
-    assert (_cpu_seconds(pids) - used) / (time.monotonic() - began) < 0.2
+    watched_s = time.monotonic() - began
+    assert (_cpu_seconds(pids) - used) / watched_s < 0.2
+    shares = [(_cpu_seconds([pid]) - before) / watched_s for pid, before in zip(workers, used_by_workers, strict=True)]
+    assert max(shares) < 0.02

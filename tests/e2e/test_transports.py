@@ -37,7 +37,7 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "ucx", "nixl"])
+@pytest.mark.parametrize("transport", ["ucx", "nixl"])
 def test_a_worker_with_a_link_up_uses_next_to_no_processor_time_when_idle(tmp_path: Path, transport: str) -> None:
     with live_cluster(tmp_path, "--transports", transport, "--num-blocks", "256") as cluster:
         assert _transport_used(cluster) == transport
