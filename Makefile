@@ -23,9 +23,8 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py kv_transfer/native/pages
 demo: install
 	$(BIN)/kvferry demo
 
-# Two at a time, each file in one process: most tests wait or use one core.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest
 
 check: install
 	$(BIN)/ruff check .
