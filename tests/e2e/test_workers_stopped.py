@@ -93,8 +93,8 @@ def test_a_prefill_worker_that_freezes_while_it_pushes_costs_no_answer_and_no_bl
     with _two_by_one(tmp_path, transport) as cluster:
         asked = asyncio.run(_disturbed(cluster, 1, lambda: cluster.kill(VICTIM, signal.SIGSTOP)))
         try:
-            # Over tcp the decode worker alone writes, so nothing waits for a fence. Over shm blocks do if the freeze fell
-            # into a hand-off, which is a matter of luck here; tests/kv_transfer/test_two_processes.py makes it certain.
+            # Over tcp the decode worker alone writes, so nothing waits for a fence. Over shm blocks do if the freeze
+            # fell into a hand-off, a matter of luck here; tests/kv_transfer/test_two_processes.py makes it certain.
             if transport == "tcp":
                 assert _worker(cluster.state(), "decode-0").blocks_quarantined == 0
             assert any(answer["kv_receipt"]["attempt"] > 1 for _, answer in asked)
