@@ -23,6 +23,7 @@ a failure.
 """
 
 import bisect
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -30,7 +31,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -111,31 +112,19 @@ class UcxTransport:
         """
         if offer != _OFFER:
             raise TransportUnavailable("the peer offers another kind of ucx")
-        port = self._open()
-        try:
+        with self._new_port(channel) as port:
             answer = _parse(ask(_greeting(port)))
-            detail = port.connect(answer.address)
-        except UcxError as error:
-            self._end(port)
-            raise TransportUnavailable(f"ucx does not reach {channel.peer}: {error}") from error
-        except BaseException:
-            self._end(port)
-            raise
-        return UcxWriter(self._end, port, channel, layout, answer.tag, detail)
+            return UcxWriter(self._end, port, channel, layout, answer.tag, port.connect(answer.address))
 
     def accept(
         self, data: bytes, channel: Channel, layout: KVCacheLayout, pool: MemoryRegion
     ) -> tuple[bytes, PayloadReader]:
         """Make a worker for this link. Raises TransportUnavailable."""
         proposal = _parse(data)
-        port = self._open()
         tag = secrets.randbelow(_MAX_TAG)
-        try:
+        with self._new_port(channel) as port:
             port.connect(proposal.address)
             return _greeting(port, tag), UcxReader(self._end, port, channel, tag)
-        except UcxError as error:
-            self._end(port)
-            raise TransportUnavailable(f"ucx does not reach {channel.peer}: {error}") from error
 
     def close(self) -> None:
         """Let UCX go, once the last link is closed. Idempotent."""
@@ -145,6 +134,19 @@ class UcxTransport:
                 _log.warning("UCX stays loaded: %d links are open", len(self._ports))
                 return
             self._context.close()
+
+    @contextlib.contextmanager
+    def _new_port(self, channel: Channel) -> Iterator[UcxPort]:
+        """A port for one link, which has ended if the block fails. Raises TransportUnavailable for what UCX refuses."""
+        port = self._open()
+        try:
+            yield port
+        except UcxError as error:
+            self._end(port)
+            raise TransportUnavailable(f"ucx does not reach {channel.peer}: {error}") from error
+        except BaseException:
+            self._end(port)
+            raise
 
     def _open(self) -> UcxPort:
         with self._lock:  # Workers are made one at a time.

@@ -77,7 +77,7 @@ class UcxPort:
     """`stop` is for any thread; the rest for one thread at a time. A port that has failed stays closed."""
 
     def __init__(self, context: UcxContext) -> None:
-        """Raises UcxError."""
+        """Raises UcxError, OSError."""
         self._library = context.library
         self._c = context.library.c
         self._worker = self._new_worker(context)
@@ -94,10 +94,15 @@ class UcxPort:
         }
         self._stop_lock = threading.Lock()
         self._stopped = False
-        self._stop_fd: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stop_fd: int | None = None
         self._poller = select.poll()
-        self._poller.register(self._stop_fd, select.POLLIN)
-        self._poller.register(self._event_fd(), select.POLLIN)
+        try:
+            self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._poller.register(self._stop_fd, select.POLLIN)
+            self._poller.register(self._event_fd(), select.POLLIN)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def closed(self) -> bool:
