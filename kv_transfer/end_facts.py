@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv_transfer.choice import RDMA_CAPABLE, EndFacts
+from kv_transfer.nixl_library import PACKAGES
 
 # Any one of them will do. libucx comes with ucxx; without it, the system's libucp is the library of ucx.
-_MODULES = {"ucx": ("libucx",), "nixl": ("nixl_cu12", "nixl_cu13")}
+_MODULES = {"ucx": ("libucx",), "nixl": PACKAGES}
 
 INSTALL = {"ucx": "pip install 'kvferry[ucx]'", "nixl": "pip install 'kvferry[nixl]'"}
 """Transports that need a library, and the command that installs it."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from kv_transfer.interfaces import set_unless_set, ucx_devices, ucx_settings
 
-_PACKAGES = ("nixl_cu12", "nixl_cu13")
+PACKAGES = ("nixl_cu12", "nixl_cu13")
+"""Any one of them will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,16 @@ def load(bind_host: str) -> NixlLibrary:
 
     The settings of the first call in a process last: UCX does not read them again.
     """
-    if not any(importlib.util.find_spec(package) for package in _PACKAGES):
+    package = next((name for name in PACKAGES if importlib.util.find_spec(name) is not None), None)
+    if package is None:
         raise ValueError("transport nixl needs the package nixl-cu12 or nixl-cu13: pip install 'kvferry[nixl]'")
     set_unless_set(_settings(bind_host))
-    return NixlLibrary(_import(), os.environ.get("UCX_NET_DEVICES", "all"))
+    return NixlLibrary(_import(package), os.environ.get("UCX_NET_DEVICES", "all"))
 
 
 def bundled_ucx() -> tuple[Path, Path] | None:
     """Where the UCX of the installed package is, as (libucp, libucs); None without the package, or in another form."""
-    for package in _PACKAGES:
+    for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         for place in (spec.submodule_search_locations if spec is not None else None) or ():
             libraries = Path(place).parent / f"{package}.libs"
@@ -57,23 +59,18 @@ def _settings(bind_host: str) -> dict[str, str]:
     return settings
 
 
-def _import() -> Any:
-    """The bindings of the first package that loads. Raises ValueError."""
+def _import(package: str) -> Any:
+    """The bindings of an installed package. Raises ValueError when it does not load."""
     raising = logging.raiseExceptions
-    for package in _PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            continue
-        try:
-            bindings = importlib.import_module(f"{package}._bindings")
-        except ImportError as error:
-            raise ValueError(f"transport nixl: {package} is installed but does not load: {error}") from error
-        finally:
-            # The package takes over logging for itself, to stdout, and silences errors of everybody's handlers.
-            logging.raiseExceptions = raising
-            logger = logging.getLogger("nixl")
-            logger.handlers.clear()
-            logger.propagate = True
-            if "NIXL_LOG_LEVEL" not in os.environ:
-                logger.setLevel(logging.WARNING)
-        return bindings
-    raise ValueError("transport nixl needs the package nixl-cu12 or nixl-cu13: pip install 'kvferry[nixl]'")
+    try:
+        return importlib.import_module(f"{package}._bindings")
+    except ImportError as error:
+        raise ValueError(f"transport nixl: {package} is installed but does not load: {error}") from error
+    finally:
+        # The package takes over logging for itself, to stdout, and silences errors of everybody's handlers.
+        logging.raiseExceptions = raising
+        logger = logging.getLogger("nixl")
+        logger.handlers.clear()
+        logger.propagate = True
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            logger.setLevel(logging.WARNING)

@@ -18,7 +18,14 @@ from kv_transfer.nixl_agent import NixlAgent, NixlError, Piece, address_of, pair
 from kv_transfer.nixl_greeting import TOKEN_BYTES, Answer
 from kv_transfer.pages import PagesAt, max_write_bytes, spans
 from kv_transfer.region import MemoryRegion, RegionError
-from kv_transfer.transport import Channel, FingerprintingWriter, LinkError, TransportError, TransportUnavailable
+from kv_transfer.transport import (
+    Channel,
+    FingerprintingWriter,
+    LinkError,
+    TransportError,
+    TransportUnavailable,
+    check_none_follows,
+)
 from kv_transfer.transport_shm import copy_views
 from kv_transfer.wire import encode
 
@@ -66,7 +73,7 @@ class NixlWriter(FingerprintingWriter):
     def write_pages(
         self, message: Write, source: PagesAt, seed: int, fingerprinter: Fingerprinter, timeout_s: float
     ) -> PageFingerprints:
-        """As `write`. The fingerprints are taken while the bytes are under way, by which RDMA they cost nothing."""
+        """As `write`. The fingerprints are taken while the bytes are under way: over RDMA they cost no time."""
         found: list[PageFingerprints] = []
         self._write(message, source.views(), timeout_s, lambda: found.append(fingerprinter.fingerprints(source, seed)))
         return found[0]
@@ -179,8 +186,7 @@ class NixlReader:
 
     def skip(self, size_bytes: int, announced_bytes: int, timeout_s: float) -> None:
         """Wait all the same: nobody can keep the bytes out. Raises LinkError."""
-        if announced_bytes:
-            raise LinkError(f"a payload of {announced_bytes} bytes on a link that writes into the pool by itself")
+        check_none_follows(announced_bytes)
         self._end_greeting()
         self._announced += 1
         began, pings = time.monotonic(), 0

@@ -216,6 +216,12 @@ def choose_transports(network: Network, names: Sequence[str]) -> dict[str, Trans
     return {name: network.transports[name] for name in names}
 
 
+def check_none_follows(announced_bytes: int) -> None:
+    """For readers whose payload does not come on the channel. Raises LinkError for a frame that has one."""
+    if announced_bytes:
+        raise LinkError(f"a payload of {announced_bytes} bytes on a link that writes into the pool by itself")
+
+
 def close_transports(transports: Mapping[str, Transport]) -> None:
     """Close each of them, whatever the others do. For networks."""
     with contextlib.ExitStack() as stack:

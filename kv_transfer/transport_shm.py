@@ -13,11 +13,11 @@ from kv_transfer.transport import (
     Ask,
     Channel,
     FingerprintingWriter,
-    LinkError,
     PayloadReader,
     PayloadWriter,
     TransportError,
     TransportUnavailable,
+    check_none_follows,
 )
 from kv_transfer.wire import encode
 
@@ -109,8 +109,7 @@ class LandedReader:
 
     def skip(self, size_bytes: int, announced_bytes: int, timeout_s: float) -> None:
         """Too late to keep it out. Raises LinkError for a frame with a payload."""
-        if announced_bytes:
-            raise LinkError(f"a payload of {announced_bytes} bytes on a link that writes into the pool by itself")
+        check_none_follows(announced_bytes)
 
     def stop(self) -> None:
         """Nobody waits inside."""

