@@ -1,9 +1,8 @@
 """The nixl transport by itself: what lands and what is refused."""
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -34,35 +33,6 @@ from tests.support.nixl_peer import (
 BLOCKS_A_WRITE = 4 * 1024 * 1024 // LAYOUT.block_bytes
 EVERYTHING = list(range(NUM_BLOCKS))
 OVER_TCP = {"UCX_TLS": "tcp"}
-
-
-@pytest.fixture(scope="module")
-def transport() -> NixlTransport:
-    return NixlTransport("127.0.0.1")
-
-
-@pytest.fixture
-def open_link(transport: NixlTransport) -> Iterator[Callable[..., Link]]:
-    with contextlib.ExitStack() as stack:
-
-        def build(target: MemoryRegion | None = None, source: MemoryRegion | None = None) -> Link:
-            link = Link(transport, target or pool(POISON), source or pool())
-            stack.callback(link.close)
-            return link
-
-        yield build
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Peer]]:
-    with contextlib.ExitStack() as stack:
-
-        def build(*arguments: str, environment: dict[str, str] | None = None) -> Peer:
-            peer = Peer(*arguments, environment=environment)
-            stack.callback(peer.close)
-            return peer
-
-        yield build
 
 
 def blocks(region: MemoryRegion, block_ids: list[int]) -> list[bytes]:
@@ -113,10 +83,10 @@ def test_some_layers_of_some_blocks_arrive(open_link: Callable[..., Link]) -> No
 
 @pytest.mark.parametrize("environment", [{}, OVER_TCP], ids=["any", "tcp"])
 def test_a_whole_pool_arrives_in_another_process(
-    transport: NixlTransport, start: Callable[..., Peer], environment: dict[str, str]
+    nixl_transport: NixlTransport, start_peer: Callable[..., Peer], environment: dict[str, str]
 ) -> None:
-    receiver = start("receive", environment=environment)
-    sender = SenderEnd(transport, pool(), receiver.hear()["address"])
+    receiver = start_peer("receive", environment=environment)
+    sender = SenderEnd(nixl_transport, pool(), receiver.hear()["address"])
     assert sender.writer.detail.startswith("UCX, devices ")
     count = NUM_BLOCKS // BLOCKS_A_WRITE
     receiver.tell(f"read {count}")
@@ -131,10 +101,10 @@ def test_a_whole_pool_arrives_in_another_process(
 
 
 def test_writes_that_come_before_their_frames_are_read_are_not_lost(
-    start: Callable[..., Peer], transport: NixlTransport
+    start_peer: Callable[..., Peer], nixl_transport: NixlTransport
 ) -> None:
-    receiver = start("receive")
-    sender = SenderEnd(transport, pool(), receiver.hear()["address"])
+    receiver = start_peer("receive")
+    sender = SenderEnd(nixl_transport, pool(), receiver.hear()["address"])
     receiver.tell("read 20")
     for index in range(20):
         sender.write([index])
@@ -169,15 +139,15 @@ def test_a_refused_write_is_waited_for_too(open_link: Callable[..., Link]) -> No
 
 
 def test_memory_is_registered_once_a_link_however_much_is_written(
-    transport: NixlTransport, open_link: Callable[..., Link]
+    nixl_transport: NixlTransport, open_link: Callable[..., Link]
 ) -> None:
-    before = transport.num_registrations
+    before = nixl_transport.num_registrations
     link = open_link()
     for index in range(200):
         link.send([index % NUM_BLOCKS, (7 * index + 1) % NUM_BLOCKS], [0, 1])
-    assert transport.num_registrations == before + 2
+    assert nixl_transport.num_registrations == before + 2
     link.close()
-    assert transport.num_registrations == before
+    assert nixl_transport.num_registrations == before
 
 
 # ---- what is refused
@@ -211,7 +181,7 @@ def test_a_source_of_another_length_is_refused(open_link: Callable[..., Link]) -
 
 
 def test_a_source_outside_the_registered_memory_is_copied_first(
-    open_link: Callable[..., Link], transport: NixlTransport
+    open_link: Callable[..., Link], nixl_transport: NixlTransport
 ) -> None:
     link = open_link()
     for index in range(3):
@@ -222,7 +192,7 @@ def test_a_source_outside_the_registered_memory_is_copied_first(
         link.sender.writer.write(write_of([index, 9]), mixed, LONG_S)
         taking.join(LONG_S)
         assert blocks(link.receiver.region, [index, 9]) == [*blocks(link.sender.region, [7]), content]
-        assert transport.num_registrations == 3  # The pool, the memory, and one for all copies.
+        assert nixl_transport.num_registrations == 3  # The pool, the memory, and one for all copies.
     with pytest.raises(TransportError, match="the limit is"):
         link.sender.writer.write(write_of([0]), [memoryview(bytes(MAX_WRITE_BYTES + 4096))], LONG_S)
 
@@ -235,14 +205,14 @@ def test_a_frame_that_says_a_payload_follows_ends_the_link(open_link: Callable[.
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x80", os.urandom(300), bytes(70000)])
-def test_a_malformed_greeting_is_no_way_to_reach_a_peer(transport: NixlTransport, data: bytes) -> None:
-    before = transport.num_registrations
+def test_a_malformed_greeting_is_no_way_to_reach_a_peer(nixl_transport: NixlTransport, data: bytes) -> None:
+    before = nixl_transport.num_registrations
     link_channel: Any = None  # Neither end uses it so early.
     with pytest.raises(TransportUnavailable):
-        transport.accept(data, link_channel, LAYOUT, pool(POISON))
+        nixl_transport.accept(data, link_channel, LAYOUT, pool(POISON))
     with pytest.raises(TransportUnavailable):
-        transport.connect(transport.offer(pool()) or b"", link_channel, LAYOUT, [pool()], lambda _: data)
-    assert transport.num_registrations == before
+        nixl_transport.connect(nixl_transport.offer(pool()) or b"", link_channel, LAYOUT, [pool()], lambda _: data)
+    assert nixl_transport.num_registrations == before
 
 
 def _answer(proposal: Proposal, **changes: Any) -> Answer:
@@ -265,7 +235,7 @@ def _answer(proposal: Proposal, **changes: Any) -> Answer:
     ids=["garbled", "oversized", "empty", "nonsense", "of another agent", "no address", "too large"],
 )
 def test_an_answer_that_no_peer_gives_is_refused(
-    transport: NixlTransport, answer: Callable[[Proposal], Answer]
+    nixl_transport: NixlTransport, answer: Callable[[Proposal], Answer]
 ) -> None:
     channel: Any = None
 
@@ -273,19 +243,19 @@ def test_an_answer_that_no_peer_gives_is_refused(
         return msgspec.msgpack.encode(answer(msgspec.msgpack.decode(data, type=Proposal)))
 
     with pytest.raises(TransportUnavailable):
-        transport.connect(transport.offer(pool()) or b"", channel, LAYOUT, [pool()], ask)
+        nixl_transport.connect(nixl_transport.offer(pool()) or b"", channel, LAYOUT, [pool()], ask)
     with pytest.raises(TransportUnavailable):
-        transport.accept(ask(msgspec.msgpack.encode(Proposal.of("x", b"y"))), channel, LAYOUT, pool(POISON))
+        nixl_transport.accept(ask(msgspec.msgpack.encode(Proposal.of("x", b"y"))), channel, LAYOUT, pool(POISON))
 
 
-def test_another_offer_is_not_understood(transport: NixlTransport) -> None:
+def test_another_offer_is_not_understood(nixl_transport: NixlTransport) -> None:
     channel: Any = None
     with pytest.raises(TransportUnavailable, match="another kind"):
-        transport.connect(b"nixl 2 VRAM", channel, LAYOUT, [pool()], lambda data: data)
+        nixl_transport.connect(b"nixl 2 VRAM", channel, LAYOUT, [pool()], lambda data: data)
 
 
 def test_an_agent_that_is_not_reached_is_found_out_before_the_first_write(
-    transport: NixlTransport, monkeypatch: pytest.MonkeyPatch
+    nixl_transport: NixlTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_link, "_HELLO_S", 0.05)
     channel: Any = None
@@ -293,13 +263,13 @@ def test_an_agent_that_is_not_reached_is_found_out_before_the_first_write(
     readers = []
 
     def ask(data: bytes) -> bytes:
-        answer, reader = transport.accept(data, channel, LAYOUT, target)
+        answer, reader = nixl_transport.accept(data, channel, LAYOUT, target)
         reader.stop()  # Nobody drives its agent from here on.
         readers.append(reader)
         return answer
 
     with pytest.raises(TransportUnavailable, match="not reached"):
-        transport.connect(transport.offer(target) or b"", channel, LAYOUT, [pool()], ask)
+        nixl_transport.connect(nixl_transport.offer(target) or b"", channel, LAYOUT, [pool()], ask)
     readers[0].close()
 
 

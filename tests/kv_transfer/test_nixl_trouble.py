@@ -1,10 +1,9 @@
 """What an end of a nixl link does when the other one is in trouble, and what links cost the process."""
 
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 
 pytest.importorskip("nixl_cu12")
 
-from kv_transfer.region import MemoryRegion
 from kv_transfer.transport import LinkError
 from kv_transfer.transport_nixl import NixlTransport
 from tests.support.listening import listening
@@ -35,35 +33,6 @@ EVERYTHING = list(range(NUM_BLOCKS))
 OVER_TCP = {"UCX_TLS": "tcp"}
 
 
-@pytest.fixture(scope="module")
-def transport() -> NixlTransport:
-    return NixlTransport("127.0.0.1")
-
-
-@pytest.fixture
-def open_link(transport: NixlTransport) -> Iterator[Callable[..., Link]]:
-    with contextlib.ExitStack() as stack:
-
-        def build(target: MemoryRegion | None = None, source: MemoryRegion | None = None) -> Link:
-            link = Link(transport, target or pool(POISON), source or pool())
-            stack.callback(link.close)
-            return link
-
-        yield build
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Peer]]:
-    with contextlib.ExitStack() as stack:
-
-        def build(*arguments: str, environment: dict[str, str] | None = None) -> Peer:
-            peer = Peer(*arguments, environment=environment)
-            stack.callback(peer.close)
-            return peer
-
-        yield build
-
-
 def failure_of(call: Callable[[], Any]) -> tuple[threading.Thread, list[Exception]]:
     """Run it on a thread, and collect what it raises."""
     raised: list[Exception] = []
@@ -82,9 +51,11 @@ def failure_of(call: Callable[[], Any]) -> tuple[threading.Thread, list[Exceptio
 # ---- trouble
 
 
-def test_a_sender_that_is_killed_in_a_write_is_noticed(transport: NixlTransport, start: Callable[..., Peer]) -> None:
-    end = ReceiverEnd(transport, pool(POISON))
-    sender = start("send", end.address, environment=OVER_TCP)
+def test_a_sender_that_is_killed_in_a_write_is_noticed(
+    nixl_transport: NixlTransport, start_peer: Callable[..., Peer]
+) -> None:
+    end = ReceiverEnd(nixl_transport, pool(POISON))
+    sender = start_peer("send", end.address, environment=OVER_TCP)
     end.accept()
     assert sender.hear()["connected"]
     end.settle()
@@ -97,9 +68,11 @@ def test_a_sender_that_is_killed_in_a_write_is_noticed(transport: NixlTransport,
     end.close()
 
 
-def test_a_receiver_that_is_killed_in_a_write_is_noticed(transport: NixlTransport, start: Callable[..., Peer]) -> None:
-    receiver = start("receive", environment=OVER_TCP)
-    sender = SenderEnd(transport, pool(), receiver.hear()["address"])
+def test_a_receiver_that_is_killed_in_a_write_is_noticed(
+    nixl_transport: NixlTransport, start_peer: Callable[..., Peer]
+) -> None:
+    receiver = start_peer("receive", environment=OVER_TCP)
+    sender = SenderEnd(nixl_transport, pool(), receiver.hear()["address"])
     assert receiver.ask("settle") == {"settled": True}
     receiver.tell("frame")  # It reads the frame and does not drive its agent.
     writing, raised = failure_of(lambda: sender.write(EVERYTHING))
@@ -114,10 +87,10 @@ def test_a_receiver_that_is_killed_in_a_write_is_noticed(transport: NixlTranspor
 
 
 def test_a_stopped_receiver_holds_a_write_until_its_deadline_and_gets_no_more_of_it(
-    transport: NixlTransport, start: Callable[..., Peer]
+    nixl_transport: NixlTransport, start_peer: Callable[..., Peer]
 ) -> None:
-    receiver = start("receive", environment=OVER_TCP)
-    sender = SenderEnd(transport, pool(), receiver.hear()["address"])
+    receiver = start_peer("receive", environment=OVER_TCP)
+    sender = SenderEnd(nixl_transport, pool(), receiver.hear()["address"])
     assert receiver.ask("settle") == {"settled": True}
     receiver.signal(signal.SIGSTOP)
     with pytest.raises(LinkError, match="did not take"):
@@ -131,10 +104,10 @@ def test_a_stopped_receiver_holds_a_write_until_its_deadline_and_gets_no_more_of
 
 
 def test_a_stopped_sender_is_not_waited_for_beyond_the_deadline(
-    transport: NixlTransport, start: Callable[..., Peer]
+    nixl_transport: NixlTransport, start_peer: Callable[..., Peer]
 ) -> None:
-    end = ReceiverEnd(transport, pool(POISON))
-    sender = start("send", end.address, environment=OVER_TCP)
+    end = ReceiverEnd(nixl_transport, pool(POISON))
+    sender = start_peer("send", end.address, environment=OVER_TCP)
     end.accept()
     assert sender.hear()["connected"]
     end.settle()
@@ -181,11 +154,11 @@ def test_a_waiting_reader_can_be_stopped(open_link: Callable[..., Link]) -> None
 # ---- what it costs the process
 
 
-def test_links_come_and_go_without_leaving_anything_open(transport: NixlTransport) -> None:
+def test_links_come_and_go_without_leaving_anything_open(nixl_transport: NixlTransport) -> None:
     target, source = pool(POISON), pool()
 
     def cycle() -> int:
-        link = Link(transport, target, source)
+        link = Link(nixl_transport, target, source)
         link.send([3])
         link.close()
         link.close()
@@ -195,9 +168,9 @@ def test_links_come_and_go_without_leaving_anything_open(transport: NixlTranspor
     assert [cycle() for _ in range(20)][-1] <= first
 
 
-def test_an_idle_link_polls_nothing(start: Callable[..., Peer], transport: NixlTransport) -> None:
-    receiver = start("receive")
-    sender = SenderEnd(transport, pool(), receiver.hear()["address"])
+def test_an_idle_link_polls_nothing(start_peer: Callable[..., Peer], nixl_transport: NixlTransport) -> None:
+    receiver = start_peer("receive")
+    sender = SenderEnd(nixl_transport, pool(), receiver.hear()["address"])
     receiver.tell("read 1")
     sender.write([1])
     assert receiver.hear() == {"read": 1}
@@ -217,9 +190,11 @@ def _switches(pid: int) -> int:
     return total
 
 
-def test_ucx_listens_on_the_address_of_the_worker_alone(start: Callable[..., Peer], transport: NixlTransport) -> None:
-    receiver = start("receive")
-    sender = SenderEnd(transport, pool(), receiver.hear()["address"])
+def test_ucx_listens_on_the_address_of_the_worker_alone(
+    start_peer: Callable[..., Peer], nixl_transport: NixlTransport
+) -> None:
+    receiver = start_peer("receive")
+    sender = SenderEnd(nixl_transport, pool(), receiver.hear()["address"])
     for pid in (receiver.process.pid, os.getpid()):
         assert {address for address, _ in listening(pid)} == {"0100007F"}
     sender.close()

@@ -12,39 +12,18 @@ pytest.importorskip("libucx")
 from kv_transfer.transport import LinkError
 from kv_transfer.transport_ucx import UcxTransport
 from kv_transfer.ucx_port import MAX_UNANSWERED
-from tests.support.ucx_ends import LARGE, LAYOUT, WAIT_S, Link, Peer, Pools, in_thread, next_write, take, write_of
+from tests.support.ucx_ends import LAYOUT, WAIT_S, Link, Peer, Pools, in_thread, next_write, take, write_of
 
 ALL = range(LAYOUT.num_layers)
 SOURCE, TARGET = [7, 8, 2, 3], [3, 4, 9, 1]
 
 
-@pytest.fixture(scope="module")
-def transport() -> Iterator[UcxTransport]:
-    made = UcxTransport("127.0.0.1")
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def pools() -> Iterator[Pools]:
-    made = Pools(LAYOUT, 16)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def large() -> Iterator[Pools]:
-    made = Pools(LARGE, 2)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def start(transport: UcxTransport) -> Iterator[Callable[[str, Pools], Peer]]:
+def start(ucx_transport: UcxTransport) -> Iterator[Callable[[str, Pools], Peer]]:
     peers: list[Peer] = []
 
     def start(role: str, pools: Pools) -> Peer:
-        peers.append(Peer(role, transport, pools))
+        peers.append(Peer(role, ucx_transport, pools))
         return peers[-1]
 
     yield start
@@ -87,7 +66,7 @@ def half_written(sender: Peer, pools: Pools) -> Callable[[], None]:
 
 
 def test_a_sender_killed_in_mid_transfer_is_noticed_before_the_deadline(
-    start: Start, transport: UcxTransport, pools: Pools
+    start: Start, ucx_transport: UcxTransport, pools: Pools
 ) -> None:
     sender = start("sender", pools)
     reading = half_written(sender, pools)
@@ -95,11 +74,11 @@ def test_a_sender_killed_in_mid_transfer_is_noticed_before_the_deadline(
     with pytest.raises(LinkError, match="lost"):
         reading()
     assert pools.landed() <= set(TARGET[:2])
-    works(transport, pools)
+    works(ucx_transport, pools)
 
 
 def test_a_stopped_sender_is_given_up_at_the_deadline_and_writes_nowhere_later(
-    start: Start, transport: UcxTransport, pools: Pools
+    start: Start, ucx_transport: UcxTransport, pools: Pools
 ) -> None:
     sender = start("sender", pools)
     sender.do("half", SOURCE, TARGET)
@@ -108,7 +87,7 @@ def test_a_stopped_sender_is_given_up_at_the_deadline_and_writes_nowhere_later(
     with pytest.raises(LinkError, match="too long"):
         sender.reader.read(4 * LAYOUT.block_bytes, told, pools.in_target(TARGET, ALL), 0.5)
     pools.mark()
-    works(transport, pools)
+    works(ucx_transport, pools)
     sender.signal(signal.SIGCONT)
     # The half may have left in good order. But what follows meets a closed door, and not our memory.
     for _ in range(MAX_UNANSWERED + 1):
@@ -119,7 +98,7 @@ def test_a_stopped_sender_is_given_up_at_the_deadline_and_writes_nowhere_later(
 
 
 def test_a_receiver_killed_in_mid_transfer_is_noticed_before_the_deadline(
-    start: Start, transport: UcxTransport, large: Pools, pools: Pools
+    start: Start, ucx_transport: UcxTransport, large: Pools, pools: Pools
 ) -> None:
     receiver = start("receiver", large)
     receiver.do("look")
@@ -130,11 +109,11 @@ def test_a_receiver_killed_in_mid_transfer_is_noticed_before_the_deadline(
     receiver.signal(signal.SIGKILL)
     with pytest.raises(LinkError, match="lost"):
         writing()
-    works(transport, pools)
+    works(ucx_transport, pools)
 
 
 def test_a_stopped_receiver_is_given_up_at_the_deadline(
-    start: Start, transport: UcxTransport, large: Pools, pools: Pools
+    start: Start, ucx_transport: UcxTransport, large: Pools, pools: Pools
 ) -> None:
     receiver = start("receiver", large)
     receiver.do("look")
@@ -144,12 +123,12 @@ def test_a_stopped_receiver_is_given_up_at_the_deadline(
     with pytest.raises(LinkError, match="too long"):
         writing()
     receiver.writer.close()
-    works(transport, pools)
+    works(ucx_transport, pools)
 
 
-def works(transport: UcxTransport, pools: Pools) -> None:
+def works(ucx_transport: UcxTransport, pools: Pools) -> None:
     """This process, and its UCX, are as good as before."""
-    link = Link(transport, pools)
+    link = Link(ucx_transport, pools)
     link.move([5], [15], ALL)
     assert b"".join(pools.in_target([15], ALL)) == b"".join(pools.from_source([5], ALL))
     link.close()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("libucx")
 
+from kv_transfer import transport_ucx
 from kv_transfer.transport import LinkError, TransportError, TransportUnavailable
 from kv_transfer.transport_ucx import Greeting, UcxTransport, _cut, _parse, _pieces
 from kv_transfer.ucx_library import HOST_MEMORY
@@ -25,30 +26,9 @@ from tests.support.ucx_ends import LARGE, LAYOUT, OFFER, WAIT_S, Link, Pools, ch
 ALL = range(LAYOUT.num_layers)
 
 
-@pytest.fixture(scope="module")
-def transport() -> Iterator[UcxTransport]:
-    made = UcxTransport("127.0.0.1")
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def pools() -> Iterator[Pools]:
-    made = Pools(LAYOUT, 16)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def large() -> Iterator[Pools]:
-    made = Pools(LARGE, 2)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def link(transport: UcxTransport, pools: Pools) -> Iterator[Link]:
-    made = Link(transport, pools)
+def link(ucx_transport: UcxTransport, pools: Pools) -> Iterator[Link]:
+    made = Link(ucx_transport, pools)
     yield made
     made.close()
 
@@ -84,9 +64,9 @@ def test_many_writes_go_over_one_link(link: Link, pools: Pools) -> None:
         assert equal(pools, source, target)
 
 
-def test_pages_of_4_mib_arrive(transport: UcxTransport, large: Pools) -> None:
+def test_pages_of_4_mib_arrive(ucx_transport: UcxTransport, large: Pools) -> None:
     assert LARGE.page_bytes == 4 << 20
-    link = Link(transport, large)
+    link = Link(ucx_transport, large)
     for layer in range(2):
         link.move([0], [1], range(layer, layer + 1))
     assert equal(large, [0], [1], range(2))
@@ -153,8 +133,8 @@ def until_it_fails(link: Link, pools: Pools) -> None:
         link.writer.write(write_of([3, 4], ALL), pools.from_source([1, 2], ALL), WAIT_S)
 
 
-def test_a_write_that_nobody_takes_fails_at_its_deadline(transport: UcxTransport, large: Pools) -> None:
-    link = Link(transport, large)
+def test_a_write_that_nobody_takes_fails_at_its_deadline(ucx_transport: UcxTransport, large: Pools) -> None:
+    link = Link(ucx_transport, large)
     with pytest.raises(LinkError, match="too long"):
         link.writer.write(write_of([1], range(1)), large.from_source([0], range(1)), 0.1)
     with pytest.raises(LinkError, match="has ended"):
@@ -188,8 +168,8 @@ def test_a_reader_stopped_before_it_reads_does_not_wait(link: Link, pools: Pools
         link.reader.read(LAYOUT.block_bytes, 0, pools.in_target([3], ALL), WAIT_S)
 
 
-def test_a_writer_notices_a_reader_that_has_closed(transport: UcxTransport, large: Pools) -> None:
-    link = Link(transport, large)
+def test_a_writer_notices_a_reader_that_has_closed(ucx_transport: UcxTransport, large: Pools) -> None:
+    link = Link(ucx_transport, large)
     link.move([0], [1], range(1))
     link.reader.close()
     with pytest.raises(LinkError, match="lost"):
@@ -245,8 +225,8 @@ def test_a_source_that_is_no_whole_blocks_is_refused_before_anything_is_sent(lin
     assert equal(pools, [1], [2])
 
 
-def test_closing_twice_is_like_closing_once(transport: UcxTransport, pools: Pools) -> None:
-    link = Link(transport, pools)
+def test_closing_twice_is_like_closing_once(ucx_transport: UcxTransport, pools: Pools) -> None:
+    link = Link(ucx_transport, pools)
     for _ in range(2):
         link.writer.close()
         link.reader.close()
@@ -254,17 +234,17 @@ def test_closing_twice_is_like_closing_once(transport: UcxTransport, pools: Pool
     link.close()
 
 
-def test_links_leave_no_file_descriptor_behind(transport: UcxTransport, pools: Pools, large: Pools) -> None:
+def test_links_leave_no_file_descriptor_behind(ucx_transport: UcxTransport, pools: Pools, large: Pools) -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     def cycle(count: int) -> None:
-        link = Link(transport, pools)
+        link = Link(ucx_transport, pools)
         if count % 2:
             link.move([1], [2], ALL)
         link.close()
         if count % 10 == 0:  # One that fails half-way.
-            link = Link(transport, large)
+            link = Link(ucx_transport, large)
             with pytest.raises(LinkError):
                 link.writer.write(write_of([1], range(1)), large.from_source([0], range(1)), 0.01)
             link.close()
@@ -304,14 +284,32 @@ def test_it_listens_at_the_address_given_and_no_other(link: Link) -> None:
                 assert socket.inet_ntoa(bytes.fromhex(address)[::-1]) == "127.0.0.1"
 
 
-def test_the_two_sides_must_speak_of_the_same(transport: UcxTransport, pools: Pools) -> None:
+def test_a_link_that_is_not_agreed_leaves_no_worker_behind(
+    ucx_transport: UcxTransport, pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sending, receiving = channels()
+
+    def ask(data: bytes) -> bytes:
+        monkeypatch.setattr(transport_ucx, "_MAX_ADDRESS_BYTES", 1)
+        with pytest.raises(TransportUnavailable, match="use fewer network devices"):
+            ucx_transport.accept(data, receiving, LAYOUT, pools.target)
+        raise TransportUnavailable("declined")
+
+    with pytest.raises(TransportUnavailable, match="declined"):
+        ucx_transport.connect(OFFER, sending, LAYOUT, [pools.source], ask)
+    assert not ucx_transport._ports
+    sending.close()
+    receiving.close()
+
+
+def test_the_two_sides_must_speak_of_the_same(ucx_transport: UcxTransport, pools: Pools) -> None:
     sending, receiving = channels()
     with pytest.raises(TransportUnavailable, match="another kind"):
-        transport.connect(b"ucx 2", sending, LAYOUT, [pools.source], lambda data: data)
+        ucx_transport.connect(b"ucx 2", sending, LAYOUT, [pools.source], lambda data: data)
     with pytest.raises(TransportUnavailable, match="malformed"):
-        transport.connect(OFFER, sending, LAYOUT, [pools.source], lambda data: b"?")
+        ucx_transport.connect(OFFER, sending, LAYOUT, [pools.source], lambda data: b"?")
     with pytest.raises(TransportUnavailable, match="garbled"):
-        transport.accept(garbled(), receiving, LAYOUT, pools.target)
+        ucx_transport.accept(garbled(), receiving, LAYOUT, pools.target)
     sending.close()
     receiving.close()
 

@@ -14,11 +14,11 @@ from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc.internal_pb2 import Ticket
 from runtime.clock import SystemClock
-from tests.support.kv_pair import WAIT_S, Events, make_identity, wiring
+from tests.support.kv_pair import WAIT_S, Ends, Events, make_identity, wiring
 
 
-class ConvertPair:
-    """Use as a context manager. One prompt lies in the prefill pool, its blocks out of order."""
+class ConvertPair(Ends):
+    """Both ends. One prompt lies in the prefill pool, its blocks out of order."""
 
     def __init__(
         self,
@@ -44,15 +44,6 @@ class ConvertPair:
         self.receiver = HandoffReceiver(self.decode, bind_host="127.0.0.1", on_event=self.received, **common)
         self.sender = HandoffSender(self.prefill, on_event=self.sent, wire_dtype=wire_dtype, **common, **sender)
         self.receiver.start()
-
-    def __enter__(self) -> "ConvertPair":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sender.close(10.0)
-        self.receiver.close(10.0)
-        self.prefill.pool.close()
-        self.decode.pool.close()
 
     def reserve(self, *, first_block: int = 0, name: str = "r") -> Ticket:
         """A place for the prompt from this block on, its blocks from the end of the pool backwards."""

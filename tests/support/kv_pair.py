@@ -4,7 +4,7 @@ import functools
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -117,8 +117,26 @@ def wiring(kind: str, plan: FaultPlan | None = None) -> dict[str, Any]:
     return {"transports": (kind,), "shared": {"network": library_network(kind)} if kind in LIBRARIES else {}}
 
 
-class Pair:
-    """Both ends. Use as a context manager: leaving it closes both and the pools."""
+class Ends:
+    """A sender and a receiver. Use as a context manager: leaving it closes both and the pools."""
+
+    decode: Identity
+    prefill: Identity
+    receiver: HandoffReceiver
+    sender: HandoffSender
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sender.close(10.0)
+        self.receiver.close(10.0)
+        self.prefill.pool.close()
+        self.decode.pool.close()
+
+
+class Pair(Ends):
+    """Both ends, with pools alike."""
 
     def __init__(
         self,
@@ -140,15 +158,6 @@ class Pair:
         )
         self.sender = HandoffSender(self.prefill, on_event=self.sent, **{**common, **(sender or {})})
         self.receiver.start()
-
-    def __enter__(self) -> "Pair":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sender.close(10.0)
-        self.receiver.close(10.0)
-        self.prefill.pool.close()
-        self.decode.pool.close()
 
     def forget(self) -> None:
         """Drop what the test itself has kept of hand-offs."""

@@ -39,20 +39,60 @@ def random_prompt(rng: random.Random) -> list[int]:
     return [*prefix, rng.randrange(1, VOCAB_SIZE)]
 
 
-class DecodeWorld:
-    """A decode worker with a scripted receiver, three routers' sessions, and an inbox that lags."""
+class World:
+    """One worker between a scripted sender and a scripted receiver, and an inbox that lags."""
+
+    worker: Any
+    sender: ScriptedSender
+    receiver: ScriptedReceiver
+
+    def __init__(self, rng: random.Random, toy: ToyEngine) -> None:
+        self.rng = rng
+        self.toy = toy
+        self.inbox: deque[Any] = deque()
+        self.clock = ManualClock()
+        self.log = KVEventLog()
+
+    def deliver(self) -> None:
+        if self.inbox:
+            self.worker.handle(self.inbox.popleft())
+
+    def step(self) -> None:
+        if self.worker.has_work:
+            self.worker.step()
+        self.receiver.check()
+        self.sender.check()
+
+    def tick(self) -> None:
+        self.clock.advance(self.rng.random() * 0.2)
+        self.worker.tick(self.clock.now())
+
+    @property
+    def has_loose_ends(self) -> bool:
+        """Whether anything is still to be delivered, ended or computed."""
+        under_way = self.receiver.failed or self.receiver.live or self.sender.open_handoffs
+        return bool(self.inbox or under_way or self.worker.has_work)
+
+    def check_nothing_held(self) -> None:
+        assert not self.worker._jobs
+        assert not self.worker.has_timers
+        assert not self.receiver.committed, "what was committed was never released"
+        assert self.toy.engine.is_idle
+        self.toy.engine.check_integrity()
+        told = {block_hash for block_hash, _ in self.log.read(None, 0).changes}
+        assert told == set(self.toy.blocks.snapshot_hashes())
+
+
+class DecodeWorld(World):
+    """A decode worker, and three routers' sessions."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.toy = ToyEngine(MODEL, num_blocks=10, token_budget=11, max_num_seqs=4, max_waiting=3)
+        super().__init__(rng, ToyEngine(MODEL, num_blocks=10, token_budget=11, max_num_seqs=4, max_waiting=3))
         for layer in range(MODEL.num_layers):
             self.toy.cache.k(layer).zero_()
             self.toy.cache.v(layer).zero_()
-        self.inbox: deque[Any] = deque()
         self.receiver = ScriptedReceiver(self.toy.cache, self.inbox)
         self.sender = ScriptedSender(self.toy.cache, self.inbox, ExportEvent)
-        self.clock = ManualClock()
-        self.log = KVEventLog()
         self.exported = 0
         self.worker = DecodeWorker(
             self.toy.engine,
@@ -124,20 +164,6 @@ class DecodeWorld:
             if self.rng.random() < 0.5:
                 return
 
-    def deliver(self) -> None:
-        if self.inbox:
-            self.worker.handle(self.inbox.popleft())
-
-    def step(self) -> None:
-        if self.worker.has_work:
-            self.worker.step()
-        self.receiver.check()
-        self.sender.check()
-
-    def tick(self) -> None:
-        self.clock.advance(self.rng.random() * 0.2)
-        self.worker.tick(self.clock.now())
-
     def commit(self) -> None:
         if self.receiver.live:
             handoff_id = self.rng.choice(list(self.receiver.live))
@@ -158,13 +184,7 @@ class DecodeWorld:
         """No more requests: every hand-off ends, everything is delivered, the rest is computed or times out."""
         for handoff_id in list(self.receiver.live):
             self.receiver.fail(handoff_id, KvferryError(ErrorCode.HANDOFF_FAILED, "scripted"))
-        while (
-            self.inbox
-            or self.receiver.failed
-            or self.receiver.live
-            or self.sender.open_handoffs
-            or self.worker.has_work
-        ):
+        while self.has_loose_ends:
             self.end_export()
             for handoff_id in list(self.receiver.failed):
                 self.receiver.fence(handoff_id)
@@ -175,18 +195,11 @@ class DecodeWorld:
         self.worker.tick(self.clock.now())
 
     def check_at_rest(self) -> None:
-        worker: Any = self.worker
-        assert not worker._jobs
-        assert not worker._seq_of
-        assert not worker._quarantines
-        assert not worker._outbox
-        assert not self.worker.has_timers
-        assert not self.receiver.committed, "a committed hand-off was never released"
-        assert not worker._exporter
-        assert self.toy.engine.is_idle
-        self.toy.engine.check_integrity()
-        told = {block_hash for block_hash, _ in self.log.read(None, 0).changes}
-        assert told == set(self.toy.blocks.snapshot_hashes())
+        self.check_nothing_held()
+        assert not self.worker._seq_of
+        assert not self.worker._quarantines
+        assert not self.worker._outbox
+        assert not self.worker._exporter
         for seq_id, events in self.heard.items():
             kinds = [event.WhichOneof("kind") for event in events]
             last_words = [kind for kind in kinds if kind in ("done", "failed")]
@@ -195,18 +208,14 @@ class DecodeWorld:
             assert "ticket" not in kinds[1:], (seq_id, kinds)
 
 
-class PrefillWorld:
-    """A prefill worker with a scripted sender and an inbox that lags. Some calls repeat another call's ticket."""
+class PrefillWorld(World):
+    """A prefill worker. Some calls repeat another call's ticket."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.toy = ToyEngine(
-            MODEL, num_blocks=rng.choice((7, 14)), token_budget=11, max_num_seqs=3, max_waiting=4, prefill_only=True
-        )
-        self.inbox: deque[Any] = deque()
+        num_blocks = rng.choice((7, 14))
+        limits = {"token_budget": 11, "max_num_seqs": 3, "max_waiting": 4}
+        super().__init__(rng, ToyEngine(MODEL, num_blocks=num_blocks, prefill_only=True, **limits))
         self.sender = ScriptedSender(self.toy.cache, self.inbox)
-        self.clock = ManualClock()
-        self.log = KVEventLog()
         self.receiver = ScriptedReceiver(self.toy.cache, self.inbox, PullEvent)
         self.names: dict[str, bytes] = {}  # of what each pull wants
         self.pulled = 0
@@ -285,20 +294,6 @@ class PrefillWorld:
             self.unwanted.add(number)
             self.inbox.append(Cancel(self.calls[number]))
 
-    def deliver(self) -> None:
-        if self.inbox:
-            self.worker.handle(self.inbox.popleft())
-
-    def step(self) -> None:
-        if self.worker.has_work:
-            self.worker.step()
-        self.sender.check()
-        self.receiver.check()
-
-    def tick(self) -> None:
-        self.clock.advance(self.rng.random() * 0.2)
-        self.worker.tick(self.clock.now())
-
     def sent(self) -> None:
         ready = [key for key, outgoing in self.sender.open_handoffs.items() if outgoing.committed and not outgoing.over]
         if ready:
@@ -316,13 +311,7 @@ class PrefillWorld:
 
     def settle(self) -> None:
         """No more calls: everything is delivered and computed, every hand-off ends."""
-        while (
-            self.inbox
-            or self.sender.open_handoffs
-            or self.receiver.live
-            or self.receiver.failed
-            or self.worker.has_work
-        ):
+        while self.has_loose_ends:
             self.sender.behind = set()
             self.end_pull()
             self.sent()
@@ -332,16 +321,9 @@ class PrefillWorld:
         self.worker.tick(self.clock.now())
 
     def check_at_rest(self) -> None:
-        worker: Any = self.worker
-        assert not worker._jobs
-        assert not worker._unanswered
-        assert not worker._puller
-        assert not self.receiver.committed, "a committed pull was never released"
-        assert not self.worker.has_timers
-        assert self.toy.engine.is_idle
-        self.toy.engine.check_integrity()
-        told = {block_hash for block_hash, _ in self.log.read(None, 0).changes}
-        assert told == set(self.toy.blocks.snapshot_hashes())
+        self.check_nothing_held()
+        assert not self.worker._unanswered
+        assert not self.worker._puller
         for number, events in enumerate(self.heard):
             kinds = [event.WhichOneof("kind") for event in events]
             kinds = kinds[kinds[:1] == ["pull"] :]
