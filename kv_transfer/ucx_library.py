@@ -5,11 +5,11 @@ must have one UCX only. Each replaces mmap and munmap for itself, and the one th
 of memory that goes: its next context has no cache of registrations, and crashes the process over a peer that dies in
 the middle of a rendezvous (tried with 1.21 beside nixl's 1.23).
 
-UCXX's own classes are not used, because a link
-must be able to end for certain (tried with 0.52): a request cancelled in mid-transfer keeps its worker alive for ever,
-and with it the right to write into memory; an endpoint's `close` never ends while the other side is stopped; a request
-cannot be cancelled by itself; and its contexts are not made for workers on several threads. UCX's C interface, which is
-public and stable since 1.0, has none of these limits: after `ucp_worker_destroy` nothing moves.
+UCXX's own classes are not used, because a link must be able to end for certain (tried with 0.52): a request cancelled
+in mid-transfer keeps its worker alive for ever, and with it the right to write into memory; an endpoint's `close` never
+ends while the other side is stopped; a request cannot be cancelled by itself; and its contexts are not made for workers
+on several threads. UCX's C interface, which is public and stable since 1.0, has none of these limits: after
+`ucp_worker_destroy` nothing moves.
 """
 
 import ctypes
