@@ -40,10 +40,8 @@ class RemotePrefill:
         """Open and push two of four blocks; return when they have landed."""
         self.do("open", num_tokens=self.pair.tokens(4), within_s=LONG_S)
         self.push(0, 2)
-        deadline = time.monotonic() + WAIT_S
-        while not all(self.landed(index) for index in range(2)):
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.005)
+        self.pair.wait_until_noted(self.ticket, 2)
+        assert all(self.landed(index) for index in range(2))
 
     def pass_lease(self) -> None:
         self.clock.advance(LONG_S)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kv_cache.layout import KVCacheLayout, KVDtype
 from kv_transfer.convert import PageConverter, requantise, wire_layout
-from kv_transfer.events import CommitRecord, Committed, Drained, Failed, Fenced, Sent
+from kv_transfer.events import CommitRecord
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc.internal_pb2 import Ticket
@@ -68,15 +68,6 @@ class ConvertPair(Ends):
 
     def commit(self, ticket: Ticket) -> None:
         self.sender.commit(ticket.handoff_id, CommitRecord(self.num_tokens, b"first token"))
-
-    def outcome(self, ticket: Ticket) -> tuple[Any, Any]:
-        """(receiver's terminal event, sender's), once both have let go."""
-        received = self.received.wait(ticket.handoff_id, Committed, Failed)
-        sent = self.sent.wait(ticket.handoff_id, Sent, Failed)
-        self.sent.wait(ticket.handoff_id, Drained)
-        if isinstance(received, Failed):
-            self.received.wait(ticket.handoff_id, Fenced)
-        return received, sent
 
     def expected(self) -> bytes:
         """All blocks of the prompt as they must be in the decode pool."""

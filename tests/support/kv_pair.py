@@ -124,6 +124,8 @@ class Ends:
     prefill: Identity
     receiver: HandoffReceiver
     sender: HandoffSender
+    received: Events
+    sent: Events
 
     def __enter__(self) -> Self:
         return self
@@ -133,6 +135,15 @@ class Ends:
         self.receiver.close(10.0)
         self.prefill.pool.close()
         self.decode.pool.close()
+
+    def outcome(self, ticket: Ticket) -> tuple[Any, Any]:
+        """(receiver's terminal event, sender's), once both have let go."""
+        received = self.received.wait(ticket.handoff_id, Committed, Failed)
+        sent = self.sent.wait(ticket.handoff_id, Sent, Failed)
+        self.sent.wait(ticket.handoff_id, Drained)
+        if isinstance(received, Failed):
+            self.received.wait(ticket.handoff_id, Fenced)
+        return received, sent
 
 
 class Pair(Ends):
@@ -193,6 +204,14 @@ class Pair(Ends):
         with receiver._changed:
             assert receiver._changed.wait_for(lambda: receiver._table.next_expiry() == expires_at, WAIT_S)
 
+    def wait_until_noted(self, ticket: Ticket, num_blocks: int) -> None:
+        """Until the receiver has looked at so many blocks of the hand-off. Their bytes are in the pool a moment before,
+        and a lease that runs out in that moment costs the link."""
+        receiver, num_pages = self.receiver, num_blocks * self.decode.layout.num_layers
+        with receiver._changed:
+            handoff = receiver._table._handoffs[ticket.handoff_id]
+            assert receiver._changed.wait_for(lambda: handoff.written.sum() == num_pages, WAIT_S)
+
     def wait_until_links(self, count: int) -> None:
         """Until this many links are up at the receiver."""
         receiver = self.receiver
@@ -208,15 +227,6 @@ class Pair(Ends):
 
     def commit(self, ticket: Ticket, num_blocks: int) -> None:
         self.sender.commit(ticket.handoff_id, CommitRecord(self.tokens(num_blocks), b"first token"))
-
-    def outcome(self, ticket: Ticket) -> tuple[Any, Any]:
-        """(receiver's terminal event, sender's), after which both have nothing left but maybe a Fenced to come."""
-        received = self.received.wait(ticket.handoff_id, Committed, Failed)
-        sent = self.sent.wait(ticket.handoff_id, Sent, Failed)
-        self.sent.wait(ticket.handoff_id, Drained)
-        if isinstance(received, Failed):
-            self.received.wait(ticket.handoff_id, Fenced)
-        return received, sent
 
     def equal(self, ticket: Ticket, source: Sequence[int]) -> bool:
         """Whether the destination holds what the source does."""

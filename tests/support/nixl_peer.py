@@ -8,10 +8,7 @@ the link), "quit".
 
 import hashlib
 import json
-import os
-import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +27,7 @@ from kv_transfer.transport import Channel, LinkError, Listener
 from kv_transfer.transport_nixl import NixlTransport
 from kv_transfer.transport_tcp import TcpNetwork
 from kv_transfer.wire import decode_from_sender, decode_greeting, encode
+from tests.support.json_process import JsonProcess
 
 LAYOUT = KVCacheLayout(
     model_id="tiny",
@@ -162,54 +160,26 @@ class Link:
         self.receiver.close()
 
 
-class Peer:
+class Peer(JsonProcess):
     """The other process."""
 
     def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.nixl_peer", *arguments],
-            cwd=ROOT,
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(json.loads(line))
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        super().__init__("tests.support.nixl_peer", *arguments, environment=environment)
 
     def hear(self) -> dict[str, Any]:
-        return self._lines.get(timeout=LONG_S)
+        return self.hear_within(LONG_S)
 
     def ask(self, line: str) -> dict[str, Any]:
         self.tell(line)
         return self.hear()
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        super().signal(number)
         if number == signal.SIGSTOP:
             state = ""
             while state != "T":
                 stat = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii")
                 state = stat.rpartition(")")[2].split()[0]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(10.0)
-        self._reader.join(10.0)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
 
 
 def digest(region: MemoryRegion) -> str:

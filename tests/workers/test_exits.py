@@ -20,11 +20,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), make_model("llama_gqa"))
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(3, 96) for _ in range(length)]

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from kv_transfer.faults import FaultPlan
 from kvferry_rpc.common_pb2 import ErrorCode, SamplingParams
-from tests.support.tiny_checkpoints import make_model, save_checkpoint
 from tests.support.worker_pair import Outcome, WorkerPair
 
 _TOKENS = [int(token) for token in torch.randint(3, 96, (60,), generator=torch.Generator().manual_seed(4))]
@@ -27,21 +26,6 @@ MUTATIONS = {
     "one block skipped": FaultPlan(skip_block=1),
     "two blocks swapped": FaultPlan(swap_blocks=(0, 5)),
 }
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return make_model("llama_gqa", seed=3)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), model)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 def greedy(max_tokens: int = 10) -> SamplingParams:

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
 
 from kv_transfer.faults import FaultPlan
 from kvferry_rpc.common_pb2 import ErrorCode, SamplingParams
 from kvferry_rpc.internal_pb2 import PrefillDone
-from tests.support.tiny_checkpoints import make_model, save_checkpoint
 from tests.support.worker_pair import Outcome, Request, WorkerPair
 
 BLOCK = 8
@@ -18,21 +16,6 @@ FIRST = [int(token) for token in range(7, 28)]  # 21 tokens: two full blocks
 ANSWER_TOKENS = 24
 # The KV of prompt and answer without its last token, in full blocks: what decode holds; and what prefill holds.
 ON_DECODE, ON_PREFILL = 40, 16
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return make_model("llama_gqa", seed=3)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), model)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
