@@ -18,11 +18,12 @@ import torch
 
 from bench.common.harness import BenchmarkError, Better, Options, Report, summarise, take_pairs
 from bench.common.origin import ROOT
-from bench.common.recorded_step import Call, TappedAttention, differences, replay
-from engine.attention import CpuAttention
+from bench.common.recorded_step import Call, Recorder, TappedAttention, TappedOps, differences, replay
+from engine.attention.torch_paged import TorchAttention
 from engine.engine import Engine
 from engine.model_runner import ModelRunner
 from engine.models import load_model
+from engine.ops.torch_ops import TorchOps
 from engine.options import DEFAULT_CACHE_DIR
 from engine.paged_cache import PagedCache
 from engine.prepare import prepare_model
@@ -67,12 +68,14 @@ class Decoding:
         for layer in range(layout.num_layers):
             cache.k(layer).normal_(generator=generator)
             cache.v(layer).normal_(generator=generator)
-        self._attention = TappedAttention(CpuAttention(cache))
+        self._recorder = Recorder()
+        attention = TappedAttention(TorchAttention(cache, config.attention), self._recorder)
+        ops = TappedOps(TorchOps(), self._recorder)
         self._engine = Engine(
             SchedulerConfig(token_budget=max(BATCHES), max_num_seqs=max(BATCHES), max_waiting=1),
             BlockManager(num_blocks, _BLOCK_SIZE),
             BlockHasher.for_layout(layout),
-            ModelRunner(load_model(model), self._attention, Sampler(), _BLOCK_SIZE),
+            ModelRunner(load_model(model, ops), attention, Sampler(), _BLOCK_SIZE),
         )
         prompts = np.random.default_rng(seed).integers(0, config.vocab_size, (batch, CONTEXT_TOKENS)).tolist()
         for index, prompt in enumerate(prompts):
@@ -89,7 +92,7 @@ class Decoding:
 
     def record(self) -> None:
         """Take a step and write it down: it is what `bare_ms` repeats."""
-        with self._attention.recording() as calls:
+        with self._recorder.recording() as calls:
             self.step()
         self._recorded = calls
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from engine.attention import CpuAttention
+from engine.attention.torch_paged import TorchAttention
 from engine.engine import Engine
 from engine.model_runner import ModelRunner
 from engine.models import load_model
+from engine.ops.torch_ops import TorchOps
 from engine.options import DEFAULT_POOL_BYTES, EngineOptions
 from engine.paged_cache import PagedCache
 from engine.prepare import prepare_model
@@ -89,7 +90,7 @@ def build_engine(options: EngineOptions, plan: EnginePlan, pool: memoryview, *, 
     The engine belongs to the thread that will step it. Sets torch to one thread for the whole process.
     """
     torch.set_num_threads(1)
-    model = load_model(plan.model)
+    model = load_model(plan.model, TorchOps())
     cache = PagedCache(plan.layout, plan.num_blocks, pool)
     config = SchedulerConfig(
         token_budget=options.token_budget,
@@ -97,7 +98,7 @@ def build_engine(options: EngineOptions, plan: EnginePlan, pool: memoryview, *, 
         max_waiting=options.max_waiting,
         prefill_only=prefill_only,
     )
-    runner = ModelRunner(model, CpuAttention(cache), Sampler(), options.block_size)
+    runner = ModelRunner(model, TorchAttention(cache, plan.model.config.attention), Sampler(), options.block_size)
     return Engine(
         config,
         BlockManager(plan.num_blocks, options.block_size),

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from engine.attention.interface import LayerAttention
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.errors import KvferryError
 
@@ -60,6 +61,11 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+
+    @property
+    def attention(self) -> tuple[LayerAttention, ...]:
+        """How each layer looks back."""
+        return (LayerAttention(self.head_dim**-0.5),) * self.num_layers
 
 
 def unusable(message: str) -> KvferryError:

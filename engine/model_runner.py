@@ -6,7 +6,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend
+from engine.attention.interface import AttentionBackend
 from engine.batch import Batch, BatchRow, build_batch
 from engine.sampler import Sampler, SampleRow
 from engine.scheduler import Schedule, ScheduledSequence
@@ -23,7 +23,7 @@ class Model(Protocol):
     def forward(self, batch: Batch, attention: AttentionBackend, on_layer: LayerHook) -> Tensor:
         """Final hidden states [T, hidden], after the last norm.
 
-        In each layer: `attention.store(layer, k, v, batch)`, then `on_layer(layer)`, then `attention.attend`.
+        In each layer: one of the two stores of `attention`, then `on_layer(layer)`, then `attention.attend`.
         """
         ...
 

@@ -1,36 +1,20 @@
-"""Attention over the paged pool: the new tokens are stored first, then everything is read through block tables."""
+"""Attention in plain torch: context gathered from the pool, then multiplied. The reference, and the way without a
+C compiler."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.attention.interface import LayerAttention
 from engine.batch import Batch
 from engine.paged_cache import PagedCache
 
 # Tokens gathered at once for single-token rows: small enough that what is gathered is still in the CPU's cache when
 # it is multiplied, large enough that the number of calls does not matter.
 _GROUP_TOKENS = 2048
-
-
-class AttentionBackend(Protocol):
-    """What a model needs of the KV cache. Both calls belong to the engine's owner thread."""
-
-    def store(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Write K and V (each [T, num_kv_heads, head_dim], any float dtype) of the batch's tokens into their slots.
-
-        Slots of a block behind the last token written are zero: nothing a former owner left there can be read or sent.
-        """
-        ...
-
-    def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
-        """Causal attention of q [T, num_q_heads, head_dim] (RoPE applied, not scaled) over each row's context.
-
-        Returns [T, num_q_heads * head_dim] in q's dtype. `store` of this layer and batch must come first.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +37,13 @@ class _Chunk:
     mask: Tensor | None  # bool [tokens, context_len], True = look at it; None = plain causal, nothing before the chunk
 
 
-class CpuAttention:
-    """Plain torch, fp32 accumulation. Chunks, prefixes and single tokens may be mixed in one batch."""
+class TorchAttention:
+    """AttentionBackend with fp32 accumulation."""
 
-    def __init__(self, cache: PagedCache) -> None:
+    def __init__(self, cache: PagedCache, layers: Sequence[LayerAttention]) -> None:
+        """`layers`: one entry for each layer of the pool."""
         self._cache = cache
+        self._layers = tuple(layers)
         self._planned_for: Batch | None = None
         self._plan: tuple[list[_SingleRows], list[_Chunk]] = ([], [])
 
@@ -67,6 +53,12 @@ class CpuAttention:
             if len(batch.opened_blocks):
                 pages[batch.opened_blocks] = 0
             pages[batch.slot_blocks, :, batch.slot_offsets] = values.to(pages.dtype)
+
+    def rotate_and_store(self, layer: int, qk: Tensor, v: Tensor, rotation: Tensor, batch: Batch) -> None:
+        """See AttentionBackend."""
+        turns = torch.view_as_complex(rotation.view(len(rotation), 1, -1, 2))
+        torch.view_as_complex(qk.view(*qk.shape[:2], -1, 2)).mul_(turns)
+        self.store(layer, qk[:, -self._cache.layout.num_kv_heads :], v, batch)
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See AttentionBackend. Raises ValueError when the q heads are no multiple of the kv heads."""
@@ -86,7 +78,9 @@ class CpuAttention:
     def _attend_single_rows(self, layer: int, q: Tensor, rows: _SingleRows) -> Tensor:
         """q [S, num_q_heads, head_dim] -> the same shape."""
         keys, values = self._gather(layer, rows.tile_index, rows.num_rows)
-        queries = (q.float() * q.shape[-1] ** -0.5).view(len(keys), -1, q.shape[-1])  # [S * kv heads, group, head_dim]
+        queries = (q.float() * self._layers[layer].scale).view(
+            len(keys), -1, q.shape[-1]
+        )  # [S * kv heads, group, head_dim]
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(rows.num_rows, -1, queries.shape[1], keys.shape[1])
         # Filling, not adding -inf, also hides a NaN behind the context.
         scores.masked_fill_(rows.beyond_context, -torch.inf)
@@ -102,7 +96,14 @@ class CpuAttention:
         queries = q.float().view(num_tokens, len(keys), group, head_dim).permute(1, 2, 0, 3)
         keys = keys[:, None, : chunk.context_len].expand(-1, group, -1, -1)
         values = values[:, None, : chunk.context_len].expand(-1, group, -1, -1)
-        out = scaled_dot_product_attention(queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None)
+        out = scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+            scale=self._layers[layer].scale,
+        )
         return out.permute(2, 0, 1, 3).reshape_as(q)
 
     def _gather(self, layer: int, tile_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles, exactly as transformers computes them, as a table of complex numbers."""
+"""Rotary position embedding: the angles, exactly as transformers computes them, as a table."""
 
 import math
 
@@ -11,22 +11,22 @@ _CHUNK_ROWS = 2048
 
 
 class RotaryTable:
-    """cos + i sin of every position and frequency, filled in as far as positions ask.
+    """cos and sin of every position and frequency, filled in as far as positions ask.
 
     The table grows by whole chunks and never recomputes one, so a position turns by the same numbers in every process.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim)
-        self._table = torch.empty(0, head_dim // 2, dtype=torch.complex64)
+        self._table = torch.empty(0, head_dim)
 
     def rows(self, positions: Tensor) -> Tensor:
-        """complex64 [T, head_dim / 2] for int64 positions [T]."""
+        """fp32 [T, head_dim] for int64 positions [T]: cos and sin of each pair's angle, side by side."""
         needed = int(positions.max()) + 1
         while self._table.shape[0] < needed:
             start = self._table.shape[0]
             angles = torch.arange(start, start + _CHUNK_ROWS).float().unsqueeze(1) * self._frequencies
-            self._table = torch.cat((self._table, torch.complex(angles.cos(), angles.sin())))
+            self._table = torch.cat((self._table, torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)))
         return self._table[positions]
 
 

@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import engine.attention
-from engine.attention import CpuAttention
+import engine.attention.torch_paged
+from engine.attention.interface import LayerAttention
+from engine.attention.torch_paged import TorchAttention
 from engine.batch import Batch, BatchRow, build_batch
 from engine.paged_cache import PagedCache
 from kv_cache.layout import KVCacheLayout, KVDtype
@@ -29,7 +30,7 @@ class Paged:
         self.cache: PagedCache = poisoned_cache(layout, sum(needs) + 1)
         blocks = torch.randperm(sum(needs) + 1, generator=self.draw).tolist()
         self.tables = [[blocks.pop() for _ in range(need)] for need in needs]
-        self.attention = CpuAttention(self.cache)
+        self.attention = TorchAttention(self.cache, (LayerAttention(HEAD_DIM**-0.5),) * 2)
         self.k = [self.random(start + new, self.num_kv_heads) for start, new in work]
         self.v = [self.random(start + new, self.num_kv_heads) for start, new in work]
         self.q = [self.random(new, self.num_q_heads) for _, new in work]
@@ -86,7 +87,7 @@ def test_any_batch_attends_as_the_textbook_says(
 
 
 def test_rows_of_very_different_lengths_are_read_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.attention, "_GROUP_TOKENS", 64)
+    monkeypatch.setattr(engine.attention.torch_paged, "_GROUP_TOKENS", 64)
     Paged((4, 2), 8, [(n, 1) for n in (1, 300, 3, 40, 41, 42, 43, 0, 17, 299)]).check()
 
 

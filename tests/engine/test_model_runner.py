@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, CpuAttention
+from engine.attention.interface import AttentionBackend
+from engine.attention.torch_paged import TorchAttention
 from engine.batch import Batch
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampler, SampleRow
@@ -24,7 +25,7 @@ class Bench:
     def __init__(self) -> None:
         self.model = ToyModel()
         self.cache = poisoned_cache(self.model.layout(8), 16)
-        self.runner = ModelRunner(self.model, CpuAttention(self.cache), Sampler(), 8)
+        self.runner = ModelRunner(self.model, TorchAttention(self.cache, self.model.attention), Sampler(), 8)
 
     def item(self, seq: Sequence, table: tuple[int, ...], start: int, length: int) -> ScheduledSequence:
         return ScheduledSequence(seq, start, length, start + length == seq.num_tokens, table)
@@ -73,7 +74,7 @@ def test_the_sampler_is_told_the_position_in_the_whole_sequence() -> None:
             return super().sample(logits, rows)
 
     bench = Bench()
-    runner = ModelRunner(bench.model, CpuAttention(bench.cache), Recording(), 8)
+    runner = ModelRunner(bench.model, TorchAttention(bench.cache, bench.model.attention), Recording(), 8)
     seq = sequence("a", [1, 2, 3], output=[4, 5])
     runner.run(Schedule((bench.item(seq, (0,), 0, 5),)))
     assert seen == [SampleRow(seq.sampling, (1, 2, 3), [4, 5], 5, seq.eos_token_ids)]
@@ -145,7 +146,7 @@ def test_a_failure_of_the_model_passes_through() -> None:
             raise RuntimeError("out of memory")
 
     bench = Bench()
-    runner = ModelRunner(Broken(), CpuAttention(bench.cache), Sampler(), 8)
+    runner = ModelRunner(Broken(), TorchAttention(bench.cache, bench.model.attention), Sampler(), 8)
     with pytest.raises(RuntimeError, match="out of memory"):
         runner.run(Schedule((bench.item(sequence("a", [1]), (0,), 0, 1),)))
 
@@ -159,7 +160,7 @@ def test_logits_are_asked_for_where_they_are_used_only() -> None:
             return super().logits(hidden)
 
     bench = Bench()
-    runner = ModelRunner(Counting(), CpuAttention(bench.cache), Sampler(), 8)
+    runner = ModelRunner(Counting(), TorchAttention(bench.cache, bench.model.attention), Sampler(), 8)
     a, b = sequence("a", range(1, 20)), sequence("b", range(1, 4))
     runner.run(Schedule((bench.item(a, (0, 1, 2), 0, 8),)))
     runner.run(Schedule((bench.item(a, (0, 1, 2), 8, 8), bench.item(b, (3,), 0, 3))))

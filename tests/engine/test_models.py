@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import CpuAttention
+from engine.attention.torch_paged import TorchAttention
 from engine.batch import BatchRow, build_batch
 from engine.model_config import RopeConfig
 from engine.model_runner import Model
 from engine.models import load_model
 from engine.models.rotary import RotaryTable
-from engine.models.transformer import RMSNorm
+from engine.ops.torch_ops import TorchOps
 from engine.paged_cache import PagedCache
 from engine.prepare import prepare_model
 from engine.prepared_model import PreparedModel
@@ -39,8 +39,8 @@ class _Session:
             block_size=_BLOCK_SIZE,
             dtype=KVDtype.FP32,
         )
-        self.model: Model = load_model(prepared)
-        self.attention = CpuAttention(PagedCache(layout, num_blocks=24))
+        self.model: Model = load_model(prepared, TorchOps())
+        self.attention = TorchAttention(PagedCache(layout, num_blocks=24), prepared.config.attention)
         self.layers_announced: list[int] = []
 
     @torch.inference_mode()
@@ -101,8 +101,11 @@ def test_each_layer_is_announced_once_after_its_kv_is_stored(tmp_path: Path) -> 
 
     class Recorder:
         def store(self, layer: int, k: Tensor, v: Tensor, batch: object) -> None:
+            raise AssertionError("nothing rotates k")
+
+        def rotate_and_store(self, layer: int, qk: Tensor, v: Tensor, rotation: Tensor, batch: object) -> None:
             calls.append(f"store {layer}")
-            assert k.shape == v.shape == (5, 2, 8)
+            assert (qk.shape, v.shape, rotation.shape) == ((5, 8, 8), (5, 2, 8), (5, 8))
 
         def attend(self, layer: int, q: Tensor, batch: object) -> Tensor:
             calls.append(f"attend {layer}")
@@ -122,7 +125,7 @@ def test_the_norm_is_the_root_mean_square_norm_also_for_tiny_and_huge_numbers() 
     for scale in (0.0, 1e-6, 1.0, 1e6):
         x = scale * torch.randn(7, 48, generator=generator)
         expected = torch.nn.functional.rms_norm(x.double(), (48,), weight.double(), 1e-5).float()
-        torch.testing.assert_close(RMSNorm(weight, 1e-5)(x), expected, atol=1e-6, rtol=2e-6)
+        torch.testing.assert_close(TorchOps().rms_norm(x, weight, 1e-5), expected, atol=1e-6, rtol=2e-6)
 
 
 def test_a_position_turns_by_the_same_numbers_however_the_table_grew() -> None:

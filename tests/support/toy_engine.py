@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from engine.attention import CpuAttention
+from engine.attention.torch_paged import TorchAttention
 from engine.engine import Engine, SequenceOutput
 from engine.model_runner import ModelRunner
 from engine.paged_cache import PagedCache
@@ -49,7 +49,7 @@ class ToyEngine:
         self.model = model
         self.cache = poisoned_cache(layout, num_blocks)
         self.blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
-        runner = ModelRunner(model, CpuAttention(self.cache), Sampler(), block_size)
+        runner = ModelRunner(model, TorchAttention(self.cache, model.attention), Sampler(), block_size)
         config = SchedulerConfig(token_budget, max_num_seqs, max_waiting, prefill_only)
         self.engine = Engine(config, self.blocks, BlockHasher.for_layout(layout), runner)
 

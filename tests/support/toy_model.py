@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend
+from engine.attention.interface import AttentionBackend, LayerAttention
 from engine.batch import Batch
 from kv_cache.layout import KVCacheLayout, KVDtype
 
@@ -35,6 +35,11 @@ class ToyModel:
     def layout(self, block_size: int, dtype: KVDtype = KVDtype.FP32) -> KVCacheLayout:
         """Of a pool for this model."""
         return KVCacheLayout("toy", "1", self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
+
+    @property
+    def attention(self) -> tuple[LayerAttention, ...]:
+        """How each layer looks back."""
+        return (LayerAttention(self.head_dim**-0.5),) * self.num_layers
 
     def forward(self, batch: Batch, attention: AttentionBackend, on_layer: Callable[[int], None]) -> Tensor:
         """Hidden states [T, hidden]. Tokens in `nan_token_ids` make their own sequence's state NaN."""

@@ -1,0 +1,1 @@
+"""The arithmetic of a layer beside its attention: what a model asks for (`interface`), and who computes it."""
