@@ -41,7 +41,7 @@ class Ops(Protocol):
         ...
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> None:
-        """x [T, N] += linear(y [T, K]), in place. Split over ranks: each has its own inputs, and the sums are shared."""
+        """x [T, N] += linear(y [T, K]), in place. Split over ranks: each has its own inputs, all get the whole sum."""
         ...
 
     def logits(self, x: Tensor, linear: Linear) -> Tensor:
@@ -49,8 +49,11 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in a new tensor. weight: fp32, of a shape that x can
-        be multiplied with: [d], or [heads, d] for x [T, heads, d] (heads contiguous, tokens a constant stride apart)."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in a new tensor.
+
+        weight: fp32, of a shape that x can be multiplied with: [d], or [heads, d] for x [T, heads, d] (heads contiguous,
+        tokens a constant stride apart).
+        """
         ...
 
     def gated(self, gate_up: Tensor, gate: Gate) -> Tensor:

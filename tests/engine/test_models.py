@@ -131,7 +131,7 @@ def test_the_norm_is_the_root_mean_square_norm_also_for_tiny_and_huge_numbers() 
 def test_a_position_turns_by_the_same_numbers_however_the_table_grew() -> None:
     far_first, step_by_step = RotaryTable(RopeConfig(), 16), RotaryTable(RopeConfig(), 16)
     far = far_first.rows(torch.tensor([5000, 3]))
-    assert step_by_step.rows(torch.tensor([3])).shape == (1, 8)
+    assert step_by_step.rows(torch.tensor([3])).shape == (1, 16)
     step_by_step.rows(torch.tensor([2500]))
     near = step_by_step.rows(torch.tensor([5000, 3]))
     assert torch.equal(torch.view_as_real(far), torch.view_as_real(near))
