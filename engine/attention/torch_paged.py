@@ -78,9 +78,8 @@ class TorchAttention:
     def _attend_single_rows(self, layer: int, q: Tensor, rows: _SingleRows) -> Tensor:
         """q [S, num_q_heads, head_dim] -> the same shape."""
         keys, values = self._gather(layer, rows.tile_index, rows.num_rows)
-        queries = (q.float() * self._layers[layer].scale).view(
-            len(keys), -1, q.shape[-1]
-        )  # [S * kv heads, group, head_dim]
+        # [S * kv heads, group, head_dim]
+        queries = (q.float() * self._layers[layer].scale).view(len(keys), -1, q.shape[-1])
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(rows.num_rows, -1, queries.shape[1], keys.shape[1])
         # Filling, not adding -inf, also hides a NaN behind the context.
         scores.masked_fill_(rows.beyond_context, -torch.inf)

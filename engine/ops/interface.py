@@ -51,8 +51,8 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in a new tensor.
 
-        weight: fp32, of a shape that x can be multiplied with: [d], or [heads, d] for x [T, heads, d] (heads contiguous,
-        tokens a constant stride apart).
+        weight: fp32, of a shape that x can be multiplied with: [d], or [heads, d] for x [T, heads, d] (heads
+        contiguous, tokens a constant stride apart).
         """
         ...
 

@@ -36,9 +36,8 @@ def test_a_strict_router_refuses_every_request_over_another_transport(tmp_path: 
             assert (error["code"], error["param"]) == ("handoff_failed", "transport")
             assert "from prefill-0 to decode-0 over tcp, and shm is required" in error["message"]
             receipt = _receipt(cluster, answer.headers["x-request-id"])
-            assert (
-                receipt["transport"] == "tcp"
-            )  # Whether decode had verified it when it was refused is a matter of time.
+            # Whether decode had verified it by the time it was refused is left open: either half may come first.
+            assert receipt["transport"] == "tcp"
             assert receipt["earlier_failures"] == [f"final: handoff_failed: {error['message']}"]
         with Client(cluster.grpc) as client:
             assert client.receipt(answer.headers["x-request-id"]).transport == "tcp"
