@@ -158,6 +158,67 @@ class LogitBias(_message.Message):
 Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 
 @_typing.final
+class Grammar(_message.Message):
+    """What the whole answer must be. A token is possible only when the answer can still become that; end-of-text only when
+    it is that. It ends as usual at max_tokens, stop tokens and stop strings, then perhaps cut short.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Grammar._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: Grammar._Kind.ValueType  # 0
+        """Refused."""
+        JSON_SCHEMA: Grammar._Kind.ValueType  # 1
+        """`text` is a JSON Schema (docs/api.md: which keywords); what it does not name is not generated."""
+        JSON_OBJECT: Grammar._Kind.ValueType  # 2
+        """Any JSON object; `text` is empty."""
+        REGEX: Grammar._Kind.ValueType  # 3
+        """The whole answer matches `text`; no lookaround, no back references."""
+        EBNF: Grammar._Kind.ValueType  # 4
+        """A grammar in GBNF, the form of llama.cpp; it begins with the rule `root`."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    KIND_UNSPECIFIED: Grammar.Kind.ValueType  # 0
+    """Refused."""
+    JSON_SCHEMA: Grammar.Kind.ValueType  # 1
+    """`text` is a JSON Schema (docs/api.md: which keywords); what it does not name is not generated."""
+    JSON_OBJECT: Grammar.Kind.ValueType  # 2
+    """Any JSON object; `text` is empty."""
+    REGEX: Grammar.Kind.ValueType  # 3
+    """The whole answer matches `text`; no lookaround, no back references."""
+    EBNF: Grammar.Kind.ValueType  # 4
+    """A grammar in GBNF, the form of llama.cpp; it begins with the rule `root`."""
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    kind: Global___Grammar.Kind.ValueType
+    """Never UNSPECIFIED."""
+    text: _builtins.str
+    """At most 64 KiB of UTF-8 (REGEX: 4 KiB); JSON nested at most 64 deep."""
+    field: _builtins.str
+    """The request field that errors name; empty = `grammar`; at most 64 characters."""
+    def __init__(
+        self,
+        *,
+        kind: Global___Grammar.Kind.ValueType = ...,
+        text: _builtins.str = ...,
+        field: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How the next token is chosen. Presence matters: an absent field takes the default named here."""
 
@@ -177,6 +238,7 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate, prompt not counted; 1 to the context length."""
     min_tokens: _builtins.int
@@ -209,6 +271,10 @@ class SamplingParams(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Generation ends with (and includes) any of these; at most 128."""
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """Absent = any text. Excludes min_tokens above 0 and ignore_eos."""
+
     def __init__(
         self,
         *,
@@ -226,11 +292,14 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         seed: _builtins.int = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "num_logprobs", b"num_logprobs", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_logprobs", b"_num_logprobs", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_logprobs", b"_num_logprobs", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
+    _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
@@ -239,6 +308,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
     @_typing.overload

@@ -171,6 +171,8 @@ class LoadReport(_message.Message):
     HANDOFFS_FAILED_FIELD_NUMBER: _builtins.int
     BYTES_MOVED_FIELD_NUMBER: _builtins.int
     TICKETS_REFUSED_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     blocks_free: _builtins.int
     blocks_cached: _builtins.int
     blocks_used: _builtins.int
@@ -198,6 +200,10 @@ class LoadReport(_message.Message):
     """KV payload sent or received, since start."""
     tickets_refused: _builtins.int
     """Forged, replayed, expired, misused; since start."""
+    drafted_tokens: _builtins.int
+    """Guessed ahead and computed, since start."""
+    accepted_tokens: _builtins.int
+    """Of those: right, and part of a text; since start."""
     def __init__(
         self,
         *,
@@ -218,10 +224,12 @@ class LoadReport(_message.Message):
         handoffs_failed: _builtins.int = ...,
         bytes_moved: _builtins.int = ...,
         tickets_refused: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_used", b"blocks_used", "bytes_moved", b"bytes_moved", "engine_stalled_ms", b"engine_stalled_ms", "handoffs_committed", b"handoffs_committed", "handoffs_failed", b"handoffs_failed", "preemptions", b"preemptions", "prompt_tokens_computed", b"prompt_tokens_computed", "sequences_receiving", b"sequences_receiving", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "steps", b"steps", "tickets_refused", b"tickets_refused", "tokens_generated", b"tokens_generated", "tokens_waiting", b"tokens_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_used", b"blocks_used", "bytes_moved", b"bytes_moved", "drafted_tokens", b"drafted_tokens", "engine_stalled_ms", b"engine_stalled_ms", "handoffs_committed", b"handoffs_committed", "handoffs_failed", b"handoffs_failed", "preemptions", b"preemptions", "prompt_tokens_computed", b"prompt_tokens_computed", "sequences_receiving", b"sequences_receiving", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "steps", b"steps", "tickets_refused", b"tickets_refused", "tokens_generated", b"tokens_generated", "tokens_waiting", b"tokens_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -382,6 +382,8 @@ class WorkerState(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     REPORT_AGE_MS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """prefill or decode."""
@@ -415,6 +417,10 @@ class WorkerState(_message.Message):
     """Age of this report."""
     block_size: _builtins.int
     """Tokens a block."""
+    drafted_tokens: _builtins.int
+    """Guessed ahead and computed, since start."""
+    accepted_tokens: _builtins.int
+    """Of those: right, and part of a text; since start."""
     def __init__(
         self,
         *,
@@ -435,10 +441,12 @@ class WorkerState(_message.Message):
         preemptions: _builtins.int = ...,
         report_age_ms: _builtins.int = ...,
         block_size: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "pid", b"pid", "preemptions", b"preemptions", "report_age_ms", b"report_age_ms", "role", b"role", "sequences_receiving", b"sequences_receiving", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "state", b"state", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "address", b"address", "block_size", b"block_size", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "drafted_tokens", b"drafted_tokens", "pid", b"pid", "preemptions", b"preemptions", "report_age_ms", b"report_age_ms", "role", b"role", "sequences_receiving", b"sequences_receiving", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "state", b"state", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
