@@ -4,7 +4,8 @@ The steps of one row, in this order:
 
 1. `logit_bias` is added.
 2. Below `min_tokens`, stop tokens are impossible, and so are end-of-text tokens unless `ignore_eos` makes them
-   ordinary ones.
+   ordinary ones. Then the grammar: tokens outside `SampleRow.allowed` are impossible, end-of-text among them until
+   the grammar is complete. What follows works on what is left.
 3. Repetition penalty, as in transformers: each token seen in prompt or output has its logit divided by the penalty
    when it is positive and multiplied by it when not, once however often it was seen. Then `presence_penalty` is
    subtracted from each token of the output, and `frequency_penalty` once per occurrence there.
@@ -43,7 +44,8 @@ class SampleRow:
     """What one row of logits is sampled with.
 
     `position` is the index of the token being chosen in the whole sequence (prompt and output). `output_token_ids`
-    holds all generated tokens, earlier attempts included. Neither list is changed or kept.
+    holds all generated tokens, earlier attempts included. Neither list is changed or kept. `allowed`: a bit for each
+    token that may come next, lowest bit first, uint32 [at least ceil(vocab / 32)], not changed; None = every token.
     """
 
     sampling: SamplingParams
@@ -51,6 +53,7 @@ class SampleRow:
     output_token_ids: Sequence[int]
     position: int
     eos_token_ids: frozenset[int] = frozenset()
+    allowed: NDArray[np.uint32] | None = None
 
 
 class Sampler:
@@ -64,7 +67,8 @@ class Sampler:
 
         A row's result depends on that row alone, never on its neighbours. A row that cannot be sampled gives a
         KvferryError *in the list, in its place*, and harms no other row: INTERNAL when its logits hold a NaN or
-        +inf, or leave no token possible; INVALID_REQUEST when a token id is outside the vocabulary.
+        +inf, or when they or `allowed` leave no token possible; INVALID_REQUEST when a token id is outside the
+        vocabulary.
         Raises ValueError when shapes or dtype do not fit (a defect of the caller).
         """
         if logits.ndim != 2 or logits.shape[0] != len(rows):
@@ -91,10 +95,10 @@ class Sampler:
         _check_peak(raw[raw_best])
         sampling = row.sampling
         scores, best = raw, raw_best
-        if _changes_logits(row):
+        if changes_logits(row):
             scores = adjust_logits(raw, row)
             best = int(scores.argmax())
-            _check_peak(scores[best])
+            _check_peak(scores[best], constrained=row.allowed is not None)
         token_id = best if sampling.temperature == 0.0 else self._draw(scores, row)
         if sampling.num_logprobs is None:
             return TokenSample(token_id)
@@ -108,7 +112,7 @@ class Sampler:
 
 
 def adjust_logits(raw: Floats, row: SampleRow) -> Floats:
-    """Steps 1 to 3: bias, minimum length, penalties. `raw` [vocab] is not changed; a fresh array is returned.
+    """Steps 1 to 3: bias, minimum length, grammar, penalties. `raw` [vocab] is not changed; a fresh array is returned.
 
     Raises KvferryError (INVALID_REQUEST) for a token id outside the vocabulary.
     """
@@ -120,6 +124,9 @@ def adjust_logits(raw: Floats, row: SampleRow) -> Floats:
     banned = _banned_tokens(row)
     if banned:
         scores[_index("stop_token_ids", tuple(banned), len(scores))] = -np.inf
+    if row.allowed is not None:
+        bits = np.unpackbits(row.allowed.view(np.uint8), count=len(scores), bitorder="little")
+        scores[bits == 0] = -np.inf
     if sampling.repetition_penalty != 1.0:
         # A token seen twice is written twice with the same value, so there is no need to sort out repeats.
         seen = _index("prompt", (*row.prompt_token_ids, *row.output_token_ids), len(scores))
@@ -186,10 +193,12 @@ def _sorted_head(weights: NDArray[np.float64], size: int) -> NDArray[np.float64]
     return np.sort(weights)[::-1]
 
 
-def _changes_logits(row: SampleRow) -> bool:
+def changes_logits(row: SampleRow) -> bool:
+    """Whether steps 1 to 3 do anything to the row."""
     sampling = row.sampling
     return bool(
-        sampling.logit_bias
+        row.allowed is not None
+        or sampling.logit_bias
         or sampling.repetition_penalty != 1.0
         or ((sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0) and row.output_token_ids)
         or len(row.output_token_ids) < sampling.min_tokens
@@ -211,10 +220,11 @@ def _index(field: str, token_ids: Sequence[int], vocab_size: int) -> NDArray[np.
     return index
 
 
-def _check_peak(peak: np.float32) -> None:
+def _check_peak(peak: np.float32, *, constrained: bool = False) -> None:
     """The largest logit tells all: it is NaN if any is, +inf if any is, and -inf only if all are."""
     if not np.isfinite(peak):
-        raise KvferryError(ErrorCode.INTERNAL, f"no token can be sampled: the largest logit is {peak}")
+        reason = "its grammar leaves none" if constrained else f"the largest logit is {peak}"
+        raise KvferryError(ErrorCode.INTERNAL, f"no token can be sampled: {reason}")
 
 
 def _with_logprobs(raw: Floats, token_id: int, peak: float, num_logprobs: int) -> TokenSample:

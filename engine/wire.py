@@ -1,17 +1,20 @@
 """Between the messages of the wire and the engine's own types; the check at each worker's door."""
 
+import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.engine import EngineLoad
-from engine.sequence import FinishReason, SamplingParams, Sequence, TokenSample
+from engine.sequence import FinishReason, SamplingParams, Sequence, TokenConstraint, TokenSample
 from kv_cache.block_manager import BlockManager, Resync
 from kvferry_rpc import common_pb2, internal_pb2
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.errors import KvferryError, invalid
 from runtime.kv_event_log import KVEventLog
 from runtime.limits import MAX_CACHE_SALT_BYTES, check_sampling, check_token_ids
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,34 @@ def build_sequence(message: SequenceMessage, limits: DoorLimits, seq_id: str) ->
     )
 
 
+def has_grammar(message: SequenceMessage) -> bool:
+    """Whether the answer must keep to a grammar: `build_constraint` then makes what its sequence needs."""
+    return message.sampling.HasField("grammar")
+
+
+class Grammars(Protocol):
+    """What a worker's door needs of `engine.grammar.GrammarCompiler`."""
+
+    async def constraint(
+        self, grammar: common_pb2.Grammar, output_token_ids: SequenceOf[int] = ()
+    ) -> TokenConstraint: ...
+
+
+async def build_constraint(message: SequenceMessage, grammars: Grammars) -> TokenConstraint | KvferryError:
+    """The constraint of a message that `build_sequence` took and that `has_grammar`, or why there is none.
+
+    Compiling may take seconds, off this thread.
+    """
+    num_prompt_tokens = len(message.prompt_token_ids) - message.num_output_tokens
+    try:
+        return await grammars.constraint(message.sampling.grammar, message.prompt_token_ids[num_prompt_tokens:])
+    except KvferryError as error:
+        return error
+    except Exception:
+        _log.exception("%s: its grammar could not be prepared for a reason of our own", message.request_id)
+        return KvferryError(ErrorCode.INTERNAL, "the grammar could not be prepared")
+
+
 def token_output(index: int, sample: TokenSample) -> common_pb2.TokenOutput:
     """A sampled token as it travels; `index` counts the generated tokens of the request from 0."""
     message = common_pb2.TokenOutput(index=index, token_id=sample.token_id)
@@ -125,4 +156,6 @@ def load_report(load: EngineLoad, stalled_ms: int) -> internal_pb2.LoadReport:
         engine_stalled_ms=stalled_ms,
         prompt_tokens_computed=load.prompt_tokens_computed,
         tokens_generated=load.tokens_generated,
+        drafted_tokens=load.drafted_tokens,
+        accepted_tokens=load.accepted_tokens,
     )

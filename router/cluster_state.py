@@ -36,4 +36,6 @@ def _worker_state(view: WorkerView) -> WorkerState:
         preemptions=load.preemptions,
         report_age_ms=int(view.report_age_s * 1000),
         block_size=register.layout.block_size,
+        drafted_tokens=load.drafted_tokens,
+        accepted_tokens=load.accepted_tokens,
     )

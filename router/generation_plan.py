@@ -11,6 +11,7 @@ from typing import cast
 from kvferry_rpc.common_pb2 import ErrorCode, LogitBias, SamplingParams
 from router.generation import GenerationRequest
 from router.http.openai_requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
+from router.structured_output import grammar_of
 from runtime.errors import KvferryError, invalid
 from runtime.limits import (
     MAX_CHOICES,
@@ -226,6 +227,9 @@ def _sampling(body: GenerationBody, num_logprobs: int | None) -> SamplingParams:
             setattr(params, field, value)
     if num_logprobs is not None:
         params.num_logprobs = num_logprobs
+    grammar = grammar_of(body)
+    if grammar is not None:
+        params.grammar.CopyFrom(grammar)
     return params
 
 

@@ -210,7 +210,14 @@ class _WorkerCollector(Collector):
             "Uses of tickets that a worker has refused in its life.",
             labels=["worker"],
         )
+        guesses = GaugeMetricFamily(
+            "kvferry_worker_guessed_tokens",
+            "Tokens that a worker has guessed ahead in its life, and those that were right.",
+            labels=["worker", "outcome"],
+        )
         for view in views:
+            guesses.add_metric([view.worker_id, "drafted"], view.load.drafted_tokens)
+            guesses.add_metric([view.worker_id, "accepted"], view.load.accepted_tokens)
             for state, value in _blocks(view).items():
                 blocks.add_metric([view.worker_id, state], value)
             requests.add_metric([view.worker_id], view.requests_in_flight)
@@ -218,6 +225,7 @@ class _WorkerCollector(Collector):
         yield blocks
         yield requests
         yield refused
+        yield guesses
 
 
 def _blocks(view: WorkerView) -> dict[str, int]:

@@ -4,6 +4,7 @@ import math
 
 from kvferry_rpc.common_pb2 import SamplingParams
 from runtime.errors import invalid
+from runtime.grammar_limits import check_grammar
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 MAX_PROMPT_CHARS = 4 * 1024 * 1024
@@ -39,6 +40,13 @@ def check_sampling(params: SamplingParams, *, vocab_size: int, max_context_token
     if params.HasField("num_logprobs"):
         _check_range("top_logprobs", params.num_logprobs, 0, MAX_TOP_LOGPROBS)
     _check_token_fields(params, vocab_size)
+    if params.HasField("grammar"):
+        check_grammar(params.grammar)
+        # Either could leave no token possible where the grammar allows nothing but the end.
+        if params.min_tokens:
+            raise invalid("min_tokens", "must be 0 where a grammar says when the answer may end")
+        if params.ignore_eos:
+            raise invalid("ignore_eos", "must be false where a grammar says when the answer may end")
 
 
 def check_token_ids(field: str, token_ids: list[int], *, vocab_size: int, max_tokens: int) -> None:

@@ -96,6 +96,8 @@ def decode(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from None
+    except RecursionError:
+        raise KvferryError(ErrorCode.INVALID_REQUEST, "The body is nested too deeply.") from None
     except msgspec.DecodeError as error:
         malformed = KvferryError(ErrorCode.INVALID_REQUEST, f"The body is not valid JSON: {error}.")
     if len(body) > LARGE_BODY_BYTES:

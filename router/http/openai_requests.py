@@ -3,10 +3,10 @@
 `X | None = None`: null means absent. A field of type `None` exists in OpenAI's API but not here: only null is taken.
 Taken without effect, because no effect is what they ask for here: `user`, `safety_identifier`, `metadata`,
 `prompt_cache_key`, `store` (false), `service_tier` (auto or default), `parallel_tool_calls`, `tool_choice` (none),
-`response_format` (text), `modalities` (text).
+`modalities` (text).
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -48,8 +48,39 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"]
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """`strict` has no effect: the schema is always enforced."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that keeps to a schema."""
+
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """Exactly one of these: vLLM's names."""
+
+    json: dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
 
 class GenerationBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +106,7 @@ class GenerationBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    structured_outputs: StructuredOutputs | None = None
     kv_receipt: bool | None = None
 
 
@@ -85,11 +117,11 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
+    response_format: ResponseFormat | None = None
     # Without effect.
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
-    response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -8,9 +8,9 @@ streamed one.
 
 from collections.abc import Iterable, Sequence
 
-from router.text.token_pieces import PieceDecoder
 from router.text.tokenizer import Tokenizer
 from runtime.errors import invalid
+from runtime.token_pieces import PieceDecoder
 
 
 class TextStream:

@@ -15,8 +15,8 @@ import tokenizers
 
 from kvferry_rpc.common_pb2 import ErrorCode
 from router.text.chat_template import ChatTemplate, check_text
-from router.text.token_pieces import TokenPieces, build_pieces
 from runtime.errors import KvferryError, invalid
+from runtime.token_pieces import TokenPieces, build_pieces
 
 T = TypeVar("T")
 

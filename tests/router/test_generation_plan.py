@@ -217,7 +217,7 @@ def test_fields_that_ask_for_nothing_are_taken(extra: dict[str, Any]) -> None:
         ("functions", [{"name": "f", "parameters": 1}]),
         ("function_call", "auto"),
         ("tool_choice", "auto"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),

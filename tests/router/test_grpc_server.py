@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kvferry_rpc import public_pb2, public_pb2_grpc
-from kvferry_rpc.common_pb2 import Error, ErrorCode, FinishReason, KVReceipt, LogitBias, SamplingParams
+from kvferry_rpc.common_pb2 import Error, ErrorCode, FinishReason, Grammar, KVReceipt, LogitBias, SamplingParams
 from router.cluster_state import cluster_state
 from router.grpc_server import REQUEST_ID_METADATA_KEY, SERVICE_NAME, PublicService
 from runtime.errors import ERROR_METADATA_KEY, KvferryError
@@ -191,6 +191,9 @@ def chat(*messages: tuple[str, str]) -> public_pb2.ChatPrompt:
         ({"text": "x", "sampling": SamplingParams(logit_bias=[LogitBias(token_id=1, bias=math.nan)])}, "logit_bias"),
         ({"text": "x", "sampling": SamplingParams(logit_bias=[LogitBias(token_id=10**9, bias=1)])}, "logit_bias"),
         ({"text": "x", "sampling": SamplingParams(logit_bias=[LogitBias(token_id=1)] * 2)}, "logit_bias"),
+        ({"text": "x", "sampling": SamplingParams(grammar=Grammar(text="x"))}, "grammar"),
+        ({"text": "x", "sampling": SamplingParams(grammar=Grammar(kind=Grammar.REGEX, text="a" * 5000))}, "grammar"),
+        ({"text": "x", "sampling": SamplingParams(grammar=Grammar(kind=Grammar.EBNF, text="[" * 99))}, "grammar"),
         ({"text": "x" * (4 * 1024 * 1024 + 1)}, "text"),
     ],
 )

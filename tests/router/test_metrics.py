@@ -178,12 +178,15 @@ def test_workers_are_shown_with_their_blocks_and_vanish_when_they_leave() -> Non
     setup.metrics.watch(registry, Admission(1, 1, 1), RoomQueue())
     worker = registry.attach(registration("decode-0", Role.DECODE), lambda: None)
     load = LoadReport(blocks_free=1, blocks_cached=2, blocks_used=3, blocks_quarantined=4, tickets_refused=5)
+    load.drafted_tokens, load.accepted_tokens = 7, 6
     registry.report(worker, load)
     with registry.lease("decode-0", 0):
         assert setup.value("kvferry_worker_requests_in_flight", worker="decode-0") == 1
     for state, count in {"free": 1, "cached": 2, "used": 3, "quarantined": 4}.items():
         assert setup.value("kvferry_worker_blocks", worker="decode-0", state=state) == count
     assert setup.value("kvferry_worker_tickets_refused", worker="decode-0") == 5
+    assert setup.value("kvferry_worker_guessed_tokens", worker="decode-0", outcome="drafted") == 7
+    assert setup.value("kvferry_worker_guessed_tokens", worker="decode-0", outcome="accepted") == 6
     assert setup.value("kvferry_workers", role="decode", state="ready") == 1
     assert setup.value("kvferry_workers", role="prefill", state="ready") == 0
     registry.drain(worker)

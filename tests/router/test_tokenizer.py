@@ -18,9 +18,9 @@ from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.text.token_pieces import DecoderKind
 from router.text.tokenizer import AsyncTokenizer, Tokenizer
 from runtime.errors import KvferryError
+from runtime.token_pieces import DecoderKind
 from tests.support.tiny_tokenizers import (
     TINY_REAL,
     sentencepiece,
