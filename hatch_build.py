@@ -1,53 +1,85 @@
-"""Builds the C helper of kv_transfer where there is a compiler. Where there is none, kvferry runs without it."""
+"""Builds the C helpers of kv_transfer and of the engine where there is a compiler. Where there is none, kvferry runs
+without them."""
 
 import os
 import shlex
 import shutil
 import subprocess
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_SOURCE = Path("kv_transfer/native/pages.c")
-_TARGET = _SOURCE.with_suffix(".so")
-_FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden")
-_TIMEOUT_S = 120.0
+# Products may be fused with the sum they go into, in vectors too; nothing else about floats is relaxed. Vectors are
+# passed only to functions that are inlined, so the ABI that gcc warns of does not matter.
+_FLAGS = (
+    *("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-pthread"),
+)
+_LIBRARIES = ("-lm",)
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Helper:
+    """One shared library: paths below the root of the project, and what goes slower without it."""
+
+    sources: tuple[Path, ...]
+    target: Path
+    slower: str
+
+
+HELPERS = (
+    Helper((Path("kv_transfer/native/pages.c"),), Path("kv_transfer/native/pages.so"), "moves KV"),
+    Helper(
+        tuple(Path("engine/native", name) for name in ("attention.c", "ops.c", "threads.c")),
+        Path("engine/native/kernels.so"),
+        "computes on the CPU",
+    ),
+)
 
 
 class NativeHelperHook(BuildHookInterface):  # type: ignore[type-arg]
-    """For wheels and editable installs. The sdist carries the source."""
+    """For wheels and editable installs. The sdist carries the sources."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile; with success the wheel is one of this platform, else one of any."""
+        """Compile; with any success the wheel is one of this platform, else one of any."""
         if self.target_name != "wheel":
             return
-        target = Path(self.root, _TARGET)
-        target.unlink(missing_ok=True)
-        reason = compile_helper(Path(self.root, _SOURCE), target)
-        if reason:
-            self.app.display_warning(f"kvferry is installed without its C helper, and moves KV slower: {reason}")
-            return
-        build_data["artifacts"].append(f"/{_TARGET}")
-        build_data["pure_python"] = False
-        # Plain C, no Python ABI: one file for every Python of this platform.
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        root = Path(self.root)
+        for helper in HELPERS:
+            (root / helper.target).unlink(missing_ok=True)
+            reason = compile_helper(helper, root)
+            if reason:
+                self.app.display_warning(
+                    f"kvferry is installed without its C helper {helper.target.name}, and {helper.slower} slower: "
+                    f"{reason}"
+                )
+                continue
+            build_data["artifacts"].append(f"/{helper.target}")
+            build_data["pure_python"] = False
+            # Plain C, no Python ABI: one file for every Python of this platform.
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
     def clean(self, versions: list[str]) -> None:
         """Remove what was built."""
-        Path(self.root, _TARGET).unlink(missing_ok=True)
+        for helper in HELPERS:
+            Path(self.root, helper.target).unlink(missing_ok=True)
 
 
-def compile_helper(source: Path, target: Path) -> str:
+def compile_helper(helper: Helper, root: Path) -> str:
     """Why it could not be built, or nothing. CC names another compiler than the system's cc, as is the custom."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None:
         return f"there is no C compiler {' '.join(compiler)!r}"
     # Beside the target and then renamed: a process that has the old one mapped keeps it.
+    target = root / helper.target
     built = target.with_suffix(f".{os.getpid()}.tmp")
     try:
-        command = [*compiler, *_FLAGS, "-o", str(built), str(source)]
+        sources = [str(root / source) for source in helper.sources]
+        command = [*compiler, *_FLAGS, "-o", str(built), *sources, *_LIBRARIES]
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
         )

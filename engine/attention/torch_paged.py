@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.interface import LayerAttention
+from engine.attention.quantised import quantised
 from engine.batch import Batch
 from engine.paged_cache import PagedCache
 
@@ -24,7 +25,7 @@ class _SingleRows:
     tokens: slice
     num_rows: int
     tile_index: Tensor
-    beyond_context: Tensor  # bool [num_rows, 1, 1, L]
+    hidden: Tensor  # bool [num_rows, 1, 1, L]: behind the context, or before the window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,30 +46,42 @@ class TorchAttention:
         self._cache = cache
         self._layers = tuple(layers)
         self._planned_for: Batch | None = None
-        self._plan: tuple[list[_SingleRows], list[_Chunk]] = ([], [])
+        # By window: one plan serves all layers that look back equally far.
+        self._plans: dict[int | None, tuple[list[_SingleRows], list[_Chunk]]] = {}
 
     def store(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
         """See AttentionBackend."""
-        for pages, values in ((self._cache.k(layer), k), (self._cache.v(layer), v)):
-            if len(batch.opened_blocks):
-                pages[batch.opened_blocks] = 0
-            pages[batch.slot_blocks, :, batch.slot_offsets] = values.to(pages.dtype)
+        cache = self._cache
+        if not cache.layout.dtype.has_scales:
+            _write(cache.k(layer), k.to(cache.dtype), batch)
+            _write(cache.v(layer), v.to(cache.dtype), batch)
+            return
+        for rows, pages, scale_pages in (
+            (k, cache.k(layer), cache.k_scales(layer)),
+            (v, cache.v(layer), cache.v_scales(layer)),
+        ):
+            codes, scales = quantised(rows, cache.dtype)
+            _write(pages, codes, batch)
+            _write(scale_pages, scales, batch)
 
     def rotate_and_store(self, layer: int, qk: Tensor, v: Tensor, rotation: Tensor, batch: Batch) -> None:
         """See AttentionBackend."""
         turns = torch.view_as_complex(rotation.view(len(rotation), 1, -1, 2))
         torch.view_as_complex(qk.view(*qk.shape[:2], -1, 2)).mul_(turns)
-        self.store(layer, qk[:, -self._cache.layout.num_kv_heads :], v, batch)
+        self.store(layer, qk[:, -self._cache.num_kv_heads :], v, batch)
 
     def attend(self, layer: int, q: Tensor, batch: Batch) -> Tensor:
         """See AttentionBackend. Raises ValueError when the q heads are no multiple of the kv heads."""
-        if q.shape[1] % self._cache.layout.num_kv_heads:
-            raise ValueError(f"{q.shape[1]} q heads over {self._cache.layout.num_kv_heads} kv heads")
+        if q.shape[1] % self._cache.num_kv_heads:
+            raise ValueError(f"{q.shape[1]} q heads over {self._cache.num_kv_heads} kv heads")
         if self._planned_for is not batch:
-            self._plan = (self._plan_single_rows(batch), self._plan_chunks(batch))
+            self._plans.clear()
             self._planned_for = batch
+        window = self._layers[layer].window
+        if window not in self._plans:
+            self._plans[window] = (self._plan_single_rows(batch, window), self._plan_chunks(batch, window))
         out = torch.empty_like(q)
-        single_rows, chunks = self._plan
+        single_rows, chunks = self._plans[window]
         for rows in single_rows:
             out[rows.tokens] = self._attend_single_rows(layer, q[rows.tokens], rows)
         for chunk in chunks:
@@ -81,8 +94,9 @@ class TorchAttention:
         # [S * kv heads, group, head_dim]
         queries = (q.float() * self._layers[layer].scale).view(len(keys), -1, q.shape[-1])
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(rows.num_rows, -1, queries.shape[1], keys.shape[1])
+        scores = _capped(scores, self._layers[layer].soft_cap)
         # Filling, not adding -inf, also hides a NaN behind the context.
-        scores.masked_fill_(rows.beyond_context, -torch.inf)
+        scores.masked_fill_(rows.hidden, -torch.inf)
         weights = scores.softmax(dim=-1).view(len(keys), queries.shape[1], -1)
         return torch.bmm(weights, values).view_as(q)
 
@@ -95,21 +109,32 @@ class TorchAttention:
         queries = q.float().view(num_tokens, len(keys), group, head_dim).permute(1, 2, 0, 3)
         keys = keys[:, None, : chunk.context_len].expand(-1, group, -1, -1)
         values = values[:, None, : chunk.context_len].expand(-1, group, -1, -1)
-        out = scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-            scale=self._layers[layer].scale,
-        )
+        if self._layers[layer].soft_cap is None:
+            out = scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=chunk.mask,
+                is_causal=chunk.mask is None,
+                scale=self._layers[layer].scale,
+            )
+        else:
+            out = self._attend_capped(layer, queries, keys, values, chunk.mask)
         return out.permute(2, 0, 1, 3).reshape_as(q)
+
+    def _attend_capped(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """What scaled_dot_product_attention cannot do. Shapes: [kv heads, group, tokens, head_dim]."""
+        scores = torch.matmul(queries * self._layers[layer].scale, keys.transpose(-1, -2))
+        scores = _capped(scores, self._layers[layer].soft_cap)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
+        return torch.matmul(scores.masked_fill_(~mask, -torch.inf).softmax(dim=-1), values)
 
     def _gather(self, layer: int, tile_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         keys, values = self._cache.gather(layer, tile_index, num_rows)
         return keys.float(), values.float()
 
-    def _plan_single_rows(self, batch: Batch) -> list[_SingleRows]:
+    def _plan_single_rows(self, batch: Batch, window: int | None) -> list[_SingleRows]:
         """Cut the single-token rows, sorted by context length, into groups that waste little on padding."""
         size = self._cache.layout.block_size
         blocks = [start // size + 1 for start in batch.starts[: batch.num_single_rows]]
@@ -120,18 +145,22 @@ class TorchAttention:
                 continue
             width = blocks[high - 1]
             context_lens = batch.context_lens[low:high, None, None, None]
+            index = torch.arange(width * size)
+            hidden = index >= context_lens
+            if window is not None:
+                hidden |= index < context_lens - window
             groups.append(
                 _SingleRows(
                     tokens=slice(low, high),
                     num_rows=high - low,
                     tile_index=self._cache.tile_index(batch.block_tables[low:high, :width]),
-                    beyond_context=torch.arange(width * size) >= context_lens,
+                    hidden=hidden,
                 )
             )
             low = high
         return groups
 
-    def _plan_chunks(self, batch: Batch) -> list[_Chunk]:
+    def _plan_chunks(self, batch: Batch, window: int | None) -> list[_Chunk]:
         chunks: list[_Chunk] = []
         first = batch.num_single_rows
         for row in range(batch.num_single_rows, batch.num_rows):
@@ -139,8 +168,10 @@ class TorchAttention:
             context_len = start + length
             table = batch.block_tables[row : row + 1, : self._cache.layout.blocks_for(context_len)]
             mask = None
-            if start:
+            if start or (window is not None and window < context_len):
                 mask = torch.ones(length, context_len, dtype=torch.bool).tril_(diagonal=start)
+                if window is not None:
+                    mask.triu_(diagonal=start - window + 1)
             chunks.append(_Chunk(slice(first, first + length), context_len, self._cache.tile_index(table), mask))
             first += length
         return chunks
@@ -150,3 +181,14 @@ def _may_join(blocks: list[int], low: int, high: int, block_size: int) -> bool:
     """Whether row `high` may be read together with rows low..high-1 (`blocks`: blocks a row, ascending)."""
     width = blocks[high]
     return width <= 2 * blocks[low] + 2 and (high + 1 - low) * width * block_size <= _GROUP_TOKENS
+
+
+def _write(pages: Tensor, values: Tensor, batch: Batch) -> None:
+    """values [T, num_kv_heads, ...] into their slots of pages [num_blocks, num_kv_heads, block_size, ...]."""
+    if len(batch.opened_blocks):
+        pages[batch.opened_blocks] = 0
+    pages[batch.slot_blocks, :, batch.slot_offsets] = values
+
+
+def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
+    return scores if soft_cap is None else (scores / soft_cap).tanh_().mul_(soft_cap)

@@ -2,67 +2,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import engine.attention.torch_paged
 from engine.attention.interface import LayerAttention
 from engine.attention.torch_paged import TorchAttention
 from engine.batch import Batch, BatchRow, build_batch
-from engine.paged_cache import PagedCache
-from kv_cache.layout import KVCacheLayout, KVDtype
-from tests.support.toy_engine import poisoned_cache
+from kv_cache.layout import KVDtype
+from tests.support.paged_rows import PagedRows
 from tests.support.toy_model import dense_attention
 
 HEAD_DIM = 8
-
-
-class Paged:
-    """Sequences with random K and V in a poisoned pool; the first tokens of each are stored by a step of its own."""
-
-    def __init__(
-        self, heads: tuple[int, int], block_size: int, work: list[tuple[int, int]], dtype: KVDtype = KVDtype.FP32
-    ) -> None:
-        self.num_q_heads, self.num_kv_heads = heads
-        self.work = work  # (start, new tokens) a sequence
-        self.draw = torch.Generator().manual_seed(len(work) * 1000 + block_size)
-        layout = KVCacheLayout("m", "r", 2, self.num_kv_heads, HEAD_DIM, block_size, dtype)
-        needs = [layout.blocks_for(start + new) for start, new in work]
-        self.cache: PagedCache = poisoned_cache(layout, sum(needs) + 1)
-        blocks = torch.randperm(sum(needs) + 1, generator=self.draw).tolist()
-        self.tables = [[blocks.pop() for _ in range(need)] for need in needs]
-        self.attention = TorchAttention(self.cache, (LayerAttention(HEAD_DIM**-0.5),) * 2)
-        self.k = [self.random(start + new, self.num_kv_heads) for start, new in work]
-        self.v = [self.random(start + new, self.num_kv_heads) for start, new in work]
-        self.q = [self.random(new, self.num_q_heads) for _, new in work]
-        for i, (start, _) in enumerate(work):
-            if start:
-                batch = build_batch([BatchRow([0] * start, 0, self.tables[i])], block_size)
-                self.attention.store(1, self.k[i][:start], self.v[i][:start], batch)
-        self.batch = build_batch(
-            [BatchRow([0] * n, s, t) for (s, n), t in zip(work, self.tables, strict=True)], block_size
-        )
-
-    def random(self, tokens: int, heads: int) -> Tensor:
-        return torch.randn((tokens, heads, HEAD_DIM), generator=self.draw)
-
-    def new_tokens(self, tensors: list[Tensor], whole: bool) -> Tensor:
-        """The new tokens' part of each sequence's tensor, in the order of the batch's rows."""
-        return torch.cat([tensors[i][self.work[i][0] :] if whole else tensors[i] for i in self.batch.row_order])
-
-    def attend(self) -> list[Tensor]:
-        """Outputs a sequence, in the order of `work`."""
-        self.attention.store(1, self.new_tokens(self.k, True), self.new_tokens(self.v, True), self.batch)
-        out = self.attention.attend(1, self.new_tokens(self.q, False), self.batch)
-        assert out.shape == (self.batch.num_tokens, self.num_q_heads * HEAD_DIM)
-        parts = out.view(-1, self.num_q_heads, HEAD_DIM).split(list(self.batch.query_lens))
-        ordered = dict(zip(self.batch.row_order, parts, strict=True))
-        return [ordered[i] for i in range(len(self.work))]
-
-    def check(self, tolerance: float = 1e-5) -> None:
-        for i, got in enumerate(self.attend()):
-            want = dense_attention(self.q[i], self.k[i], self.v[i], self.work[i][0])
-            torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
-
 
 HEADS = [(4, 4), (8, 2), (6, 3), (4, 1)]
 
@@ -71,7 +20,9 @@ HEADS = [(4, 4), (8, 2), (6, 3), (4, 1)]
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_a_mixed_batch_attends_as_the_textbook_says(heads: tuple[int, int], block_size: int) -> None:
     size = block_size
-    Paged(heads, size, [(0, 1), (0, 5), (size, 1), (size - 1, 1), (size - 1, 2), (0, size), (3 * size + 2, 7)]).check()
+    PagedRows(
+        heads, size, [(0, 1), (0, 5), (size, 1), (size - 1, 1), (size - 1, 2), (0, size), (3 * size + 2, 7)]
+    ).check()
 
 
 @settings(deadline=None, max_examples=25)
@@ -83,21 +34,49 @@ def test_a_mixed_batch_attends_as_the_textbook_says(heads: tuple[int, int], bloc
 def test_any_batch_attends_as_the_textbook_says(
     heads: tuple[int, int], block_size: int, work: list[tuple[int, int]]
 ) -> None:
-    Paged(heads, block_size, work).check()
+    PagedRows(heads, block_size, work).check()
 
 
 def test_rows_of_very_different_lengths_are_read_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.attention.torch_paged, "_GROUP_TOKENS", 64)
-    Paged((4, 2), 8, [(n, 1) for n in (1, 300, 3, 40, 41, 42, 43, 0, 17, 299)]).check()
+    PagedRows((4, 2), 8, [(n, 1) for n in (1, 300, 3, 40, 41, 42, 43, 0, 17, 299)]).check()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(KVDtype.FP16, 5e-3), (KVDtype.BF16, 4e-2)])
-def test_a_half_precision_pool_is_read_in_fp32(dtype: KVDtype, tolerance: float) -> None:
-    Paged((4, 2), 8, [(9, 1), (0, 6), (12, 5)], dtype).check(tolerance)
+@pytest.mark.parametrize("dtype", [KVDtype.FP16, KVDtype.BF16, KVDtype.INT8, KVDtype.FP8_E4M3])
+def test_a_smaller_pool_is_read_in_fp32(dtype: KVDtype) -> None:
+    PagedRows((4, 2), 8, [(9, 1), (0, 6), (12, 5)], dtype).check()
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 11, 40])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_windows_and_soft_caps_are_the_textbooks(window: int | None, soft_cap: float | None) -> None:
+    look = LayerAttention(0.7, window, soft_cap)
+    PagedRows((6, 2), 8, [(9, 1), (0, 6), (12, 5), (30, 1), (33, 1), (21, 13), (0, 1)], look=look).check()
+
+
+def test_each_layer_looks_back_in_its_own_way() -> None:
+    paged = PagedRows((4, 2), 8, [(20, 1), (3, 9)])
+    near, far = LayerAttention(0.5, 4), LayerAttention(0.5)
+    attention = TorchAttention(paged.cache, (near, far))
+    k, v, q = paged.random(10, 2), paged.random(10, 2), paged.random(10, 4)
+    batch = build_batch([BatchRow([0] * 10, 0, paged.tables[0])], 8)
+    for layer, look in enumerate((near, far)):
+        attention.store(layer, k, v, batch)
+        got = attention.attend(layer, q, batch)
+        torch.testing.assert_close(got.view_as(q), dense_attention(q, k, v, 0, look))
+
+
+def test_the_rest_of_an_opened_block_has_scales_of_zero() -> None:
+    paged = PagedRows((4, 2), 8, [(0, 3)], KVDtype.INT8)
+    paged.attend()
+    block = paged.tables[0][0]
+    for scales in (paged.cache.k_scales(1), paged.cache.v_scales(1)):
+        assert scales[block, :, :3].all()
+        assert not scales[block, :, 3:].any()
 
 
 def test_one_plan_serves_all_layers_and_not_the_next_batch() -> None:
-    paged = Paged((4, 2), 8, [(9, 1), (12, 5)])
+    paged = PagedRows((4, 2), 8, [(9, 1), (12, 5)])
     paged.check()
     paged.check()
     other = build_batch([BatchRow([0], 0, paged.tables[0])], 8)
@@ -109,7 +88,7 @@ def test_one_plan_serves_all_layers_and_not_the_next_batch() -> None:
 
 
 def test_what_a_former_owner_left_behind_the_context_is_wiped() -> None:
-    paged = Paged((4, 2), 8, [(0, 3)])
+    paged = PagedRows((4, 2), 8, [(0, 3)])
     paged.attend()
     block = paged.tables[0][0]
     for pages in (paged.cache.k(1), paged.cache.v(1)):
@@ -118,7 +97,7 @@ def test_what_a_former_owner_left_behind_the_context_is_wiped() -> None:
 
 
 def test_only_the_blocks_of_the_batch_are_written() -> None:
-    paged = Paged((4, 2), 8, [(0, 3), (5, 9)])
+    paged = PagedRows((4, 2), 8, [(0, 3), (5, 9)])
     paged.attend()
     written = {block for table in paged.tables for block in table}
     (untouched,) = set(range(paged.cache.num_blocks)) - written
@@ -127,7 +106,7 @@ def test_only_the_blocks_of_the_batch_are_written() -> None:
 
 
 def test_attention_over_a_swapped_block_differs() -> None:
-    paged = Paged((4, 2), 8, [(24, 1)])
+    paged = PagedRows((4, 2), 8, [(24, 1)])
     (right,) = paged.attend()
     table = paged.tables[0]
     swapped: Batch = build_batch([BatchRow([0], 24, [table[1], table[0], *table[2:]])], 8)
@@ -140,6 +119,6 @@ def test_attention_over_a_swapped_block_differs() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    paged = Paged((4, 2), 8, [(0, 1)])
+    paged = PagedRows((4, 2), 8, [(0, 1)])
     with pytest.raises(ValueError, match="3 q heads"):
         paged.attention.attend(1, paged.random(1, 3), paged.batch)

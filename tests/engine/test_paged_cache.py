@@ -3,6 +3,7 @@ import mmap
 import pytest
 import torch
 
+from engine.attention.quantised import dequantised, quantised
 from engine.paged_cache import PagedCache
 from kv_cache.layout import KVCacheLayout, KVDtype
 
@@ -79,6 +80,36 @@ def test_a_buffer_that_is_too_small_or_read_only_is_refused() -> None:
         PagedCache(layout(), 2, memoryview(bytes(size)))
 
 
-def test_a_quantised_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="int8"):
-        PagedCache(layout(KVDtype.INT8), 2)
+@pytest.mark.parametrize("dtype", [KVDtype.INT8, KVDtype.FP8_E4M3])
+def test_values_and_scales_lie_where_the_layout_says(dtype: KVDtype) -> None:
+    of = layout(dtype)
+    buffer = memoryview(mmap.mmap(-1, of.pool_bytes(4)))
+    cache = PagedCache(of, 4, buffer)
+    cache.v(1)[2, 1, 3, 5] = 7
+    cache.k_scales(1)[2, 1, 3] = 1.5
+    cache.v_scales(2)[3, 0, 7] = 1.5
+    page = of.page_offset(2, 1)
+    assert buffer[page + of.v_offset + (1 * 8 + 3) * 16 + 5] == 7
+    assert bytes(buffer[page + of.k_scale_offset + 2 * (8 + 3) :][:2]) == b"\x00\x3e"
+    assert bytes(buffer[of.page_offset(3, 2) + of.v_scale_offset + 2 * 7 :][:2]) == b"\x00\x3e"
+    assert bytes(buffer).count(0) == len(buffer) - 3
+
+
+@pytest.mark.parametrize("heads", [None, range(1, 2)])
+@pytest.mark.parametrize("dtype", [KVDtype.INT8, KVDtype.FP8_E4M3])
+def test_gathering_dequantises(dtype: KVDtype, heads: range | None) -> None:
+    of = layout(dtype, head_dim=20)
+    cache = PagedCache(of, 6, heads=heads)
+    rows = torch.randn((2, 6, cache.num_kv_heads, 8, 20), generator=torch.Generator().manual_seed(1))
+    stored = []
+    for values, pages, scale_pages in zip(
+        rows, (cache.k(1), cache.v(1)), (cache.k_scales(1), cache.v_scales(1)), strict=True
+    ):
+        codes, scales = quantised(values, cache.dtype)
+        pages.copy_(codes)
+        scale_pages.copy_(scales)
+        stored.append(dequantised(codes, scales))
+    tables = torch.tensor([[4, 0, 5], [1, 4, 2]])
+    for got, values in zip(cache.gather(1, cache.tile_index(tables), 2), stored, strict=True):
+        want = values[tables].permute(0, 2, 1, 3, 4).reshape(2 * cache.num_kv_heads, 3 * 8, 20)
+        assert torch.equal(got, want)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.interface import AttentionBackend, LayerAttention
+from engine.attention.torch_paged import TorchAttention
 from engine.batch import Batch
+from engine.paged_cache import PagedCache
 from kv_cache.layout import KVCacheLayout, KVDtype
 
 VOCAB_SIZE = 61
@@ -40,6 +42,10 @@ class ToyModel:
     def attention(self) -> tuple[LayerAttention, ...]:
         """How each layer looks back."""
         return (LayerAttention(self.head_dim**-0.5),) * self.num_layers
+
+    def backend(self, cache: PagedCache) -> TorchAttention:
+        """Attention over a pool for this model."""
+        return TorchAttention(cache, self.attention)
 
     def forward(self, batch: Batch, attention: AttentionBackend, on_layer: Callable[[int], None]) -> Tensor:
         """Hidden states [T, hidden]. Tokens in `nan_token_ids` make their own sequence's state NaN."""
@@ -76,12 +82,16 @@ def _normed(x: Tensor) -> Tensor:
     return x / x.square().mean(dim=-1, keepdim=True).sqrt()
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, start: int = 0) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, start: int = 0, look: LayerAttention | None = None) -> Tensor:
     """Causal attention by the textbook, in fp64: q [n, q_heads, d] at positions start, ...; k, v [L, kv_heads, d]."""
+    look = look or LayerAttention(q.shape[-1] ** -0.5)
     group = q.shape[1] // k.shape[1]
     keys = k.double().repeat_interleave(group, dim=1)
     values = v.double().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) / q.shape[-1] ** 0.5
-    visible = torch.arange(len(k))[None, :] <= start + torch.arange(len(q))[:, None]
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * look.scale
+    if look.soft_cap is not None:
+        scores = look.soft_cap * (scores / look.soft_cap).tanh()
+    distance = start + torch.arange(len(q))[:, None] - torch.arange(len(k))[None, :]
+    visible = (distance >= 0) & (distance < (look.window or len(k)))
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
