@@ -1,14 +1,6 @@
-"""The page fingerprints of the GPU kernel are those of the host, without a GPU: interpreted, and compiled in advance.
-
-The interpreter is chosen by the environment before the kernels are imported, so each way has a process of its own.
-"""
+"""The page fingerprints of the GPU kernel are those of the host, without a GPU: in Triton's interpreter."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,40 +8,20 @@ from torch import Tensor
 
 from engine.kernels.fingerprint import page_fingerprints
 from tests.support.page_cases import CASES, NUM_LAYERS, layout, on_host
+from tests.support.triton_programs import INTERPRETED, run_program
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(900)
+
 LAYOUT = layout(512)
-
-
-def answers_of(module: str, environment: dict[str, str], folder: Path) -> Any:
-    """What a program wrote to its file. Triton's cache is in the folder, so nothing comes from earlier runs."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    file = folder / "answers.json"
-    done = subprocess.run(
-        [sys.executable, "-m", module, str(file)],
-        cwd=ROOT,
-        env={**inherited, "TRITON_CACHE_DIR": str(folder / "cache"), **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(file.read_text())
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
     """The kernel's fingerprints of each case."""
-    answers: dict[str, list[list[int]]] = answers_of(
-        "tests.support.page_cases", {"TRITON_INTERPRET": "1"}, tmp_path_factory.mktemp("interpreted")
+    folder = tmp_path_factory.mktemp("interpreted")
+    answers: dict[str, list[list[int]]] = json.loads(
+        run_program("tests.support.page_cases", [], INTERPRETED, folder).read_text()
     )
-    return answers
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the kernel became on each GPU."""
-    answers: dict[str, Any] = answers_of("tests.support.compiled_kernels", {}, tmp_path_factory.mktemp("compiled"))
     return answers
 
 
@@ -73,15 +45,6 @@ def test_swapping_two_blocks_changes_the_fingerprints_of_both(interpreted: dict[
 def test_the_same_bytes_have_another_fingerprint_in_every_place(interpreted: dict[str, list[list[int]]]) -> None:
     found = [value for block in interpreted["the same everywhere"] for value in block]
     assert len(set(found)) == len(found) == 3 * NUM_LAYERS
-
-
-@pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100"])
-def test_the_compiled_kernel_loads_16_bytes_at_a_time_and_spills_nothing(compiled: dict[str, Any], gpu: str) -> None:
-    opcodes, usage = compiled[gpu]["opcodes"], compiled[gpu]["usage"].split()
-    # A page of 8 KiB: each of 32 threads loads 256 bytes of it.
-    assert sum(count for name, count in opcodes.items() if name.startswith("LDG") and ".128" in name) >= 16
-    assert not [name for name in opcodes if name.startswith(("LDL", "STL"))]
-    assert {"STACK:0", "LOCAL:0"} <= set(usage)
 
 
 def call(
