@@ -1,14 +1,18 @@
 """A model directory in kvferry's own form, ready to be mapped: what `prepare` leaves behind and workers open."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from engine.model_config import ModelConfig, parse_eos_token_ids, parse_model_config, read_json_object, unusable
+from engine.fallback_manifest import is_fallback, read_fallback
+from engine.families import parse_eos_token_ids, parse_model_config
+from engine.model_config import ModelConfig, ModelShape, read_json_object, unusable
 from engine.tensor_map import PREPARED_FORMAT, prepared_tensors, split
-from engine.weights import map_weights
+from engine.weight_dtypes import WeightDtype, stored_forms, widened
+from engine.weights import TensorForm, map_weights
 
 MANIFEST_NAME = "kvferry.json"
 WEIGHTS_NAME = "weights.safetensors"
@@ -26,12 +30,20 @@ class PreparedModel:
     path: Path
     name: str  # the name under which the model is served
     revision: str  # hex digest of the source's weights and config: equal on all workers that may exchange KV
-    config: ModelConfig
+    shape: ModelShape  # a ModelConfig if the native decoder computes it
     eos_token_ids: frozenset[int]
+    weight_dtype: WeightDtype = WeightDtype.FP32
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the native decoder needs. Raises KvferryError for a model that transformers computes."""
+        if not isinstance(self.shape, ModelConfig):
+            raise unusable(f"{self.name} ({self.shape.family}) has no native code: it runs through transformers")
+        return self.shape
 
     @property
     def weights_path(self) -> Path:
-        """safetensors with the tensors of `tensor_map.prepared_tensors`, fp32."""
+        """safetensors with the tensors of `tensor_forms`."""
         return self.path / WEIGHTS_NAME
 
     @property
@@ -50,9 +62,9 @@ class PreparedModel:
         path = self.path / CHAT_TEMPLATE_NAME
         return path if path.is_file() else None
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each tensor in the weights file, in file order."""
-        return {tensor.name: tensor.shape for tensor in prepared_tensors(self.config)}
+    def tensor_forms(self) -> dict[str, TensorForm]:
+        """Each tensor of the weights file by name, in file order."""
+        return stored_forms(prepared_tensors(self.config), self.weight_dtype)
 
 
 def is_prepared(path: Path) -> bool:
@@ -60,14 +72,14 @@ def is_prepared(path: Path) -> bool:
     return (path / MANIFEST_NAME).is_file()
 
 
-def manifest(name: str, revision: str, source: str, weights_bytes: int) -> dict[str, Any]:
+def manifest(name: str, revision: str, source: str, dtype: WeightDtype, weights_bytes: int) -> dict[str, Any]:
     """Content of the manifest that makes a directory a prepared one."""
     return {
         "format": PREPARED_FORMAT,
         "name": name,
         "revision": revision,
         "source": source,
-        "dtype": "fp32",
+        "dtype": dtype.value,
         "weights_bytes": weights_bytes,
     }
 
@@ -78,40 +90,56 @@ def open_prepared(path: Path) -> PreparedModel:
     Raises KvferryError when it comes from another version of kvferry, or something is missing or damaged.
     """
     facts = read_json_object(path / MANIFEST_NAME)
-    if facts.get("format") != PREPARED_FORMAT or facts.get("dtype") != "fp32":
-        raise unusable(
-            f"{path} was prepared in format {facts.get('format')!r} ({facts.get('dtype')}), but this kvferry "
-            f"reads format {PREPARED_FORMAT} (fp32): prepare the model again from its source"
-        )
     name, revision = facts.get("name"), facts.get("revision")
     if not isinstance(name, str) or not isinstance(revision, str) or not name or not revision:
         raise unusable(f"{path / MANIFEST_NAME} names no model or no revision")
+    for file in (TOKENIZER_NAME, TOKENIZER_CONFIG_NAME):
+        if not (path / file).is_file():
+            raise unusable(f"{path} has no {file}: prepare the model again from its source")
     config_json = read_json_object(path / CONFIG_NAME)
-    config = parse_model_config(config_json)
-    model = PreparedModel(
+    dtype = WeightDtype.FP32
+    shape: ModelShape
+    if is_fallback(facts):
+        shape = read_fallback(path, facts)
+    else:
+        shape, dtype = _read_native(path, facts, config_json)
+    return PreparedModel(
         path=path,
         name=name,
         revision=revision,
-        config=config,
+        shape=shape,
         eos_token_ids=parse_eos_token_ids(
-            read_json_object(path / GENERATION_CONFIG_NAME), config_json, config.vocab_size
+            read_json_object(path / GENERATION_CONFIG_NAME), config_json, shape.vocab_size
         ),
+        weight_dtype=dtype,
     )
-    for file in (model.weights_path, model.tokenizer_path, model.tokenizer_config_path):
-        if not file.is_file():
-            raise unusable(f"{path} has no {file.name}: prepare the model again from its source")
-    if model.weights_path.stat().st_size != facts.get("weights_bytes"):
-        raise unusable(f"{model.weights_path} is damaged: prepare the model again from its source")
-    return model
+
+
+def _read_native(
+    path: Path, facts: Mapping[str, Any], config_json: Mapping[str, Any]
+) -> tuple[ModelConfig, WeightDtype]:
+    known = [dtype.value for dtype in WeightDtype]
+    if facts.get("format") != PREPARED_FORMAT or facts.get("dtype") not in known:
+        raise unusable(
+            f"{path} was prepared in format {facts.get('format')!r} ({facts.get('dtype')}), but this kvferry "
+            f"reads format {PREPARED_FORMAT} ({', '.join(known)}): prepare the model again from its source"
+        )
+    weights = path / WEIGHTS_NAME
+    if not weights.is_file():
+        raise unusable(f"{path} has no {weights.name}: prepare the model again from its source")
+    if weights.stat().st_size != facts.get("weights_bytes"):
+        raise unusable(f"{weights} is damaged: prepare the model again from its source")
+    return parse_model_config(config_json), WeightDtype(facts["dtype"])
 
 
 def checkpoint_tensors(model: PreparedModel) -> dict[str, Tensor]:
     """The weights under transformers' names and in its order of rows, fp32: for comparing with transformers.
 
-    q and k are copies, the others views of the mapped file. Raises KvferryError when the file is damaged.
+    q and k are copies, and so is all that is stored narrower; the others are views of the mapped file. Raises
+    KvferryError when the file is damaged.
     """
     weights = map_weights(model.weights_path)
     parts: dict[str, Tensor] = {}
     for tensor in prepared_tensors(model.config):
-        parts |= split(tensor, model.config.head_dim, weights[tensor.name])
+        parts |= split(tensor, model.config.head_dim, widened(tensor.name, weights))
     return parts

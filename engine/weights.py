@@ -22,12 +22,25 @@ from torch import Tensor
 
 from engine.model_config import unusable
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _PAGE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 _METADATA_KEY = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """What a tensor is to be."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +53,33 @@ class TensorSpec:
     end: int
 
 
-def write_weights(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, produce: Callable[[str], Tensor]
-) -> None:
-    """Write the tensors of `shapes`, in its order. `produce(name)` is called once for each, and only one is alive.
+def write_weights(path: Path, forms: Mapping[str, TensorForm], produce: Callable[[str], Tensor]) -> None:
+    """Write the tensors of `forms`, in its order. `produce(name)` is called once for each, and only one is alive.
 
-    Raises OSError when the disk is full, and ValueError when `produce` gives another shape or dtype than announced.
+    Raises OSError when the disk is full, and ValueError when `produce` gives another shape or dtype than announced, or
+    when a tensor would not be aligned: dtypes with wide numbers come first.
     """
     header: dict[str, Any] = {_METADATA_KEY: {"format": "pt"}}
     offset = 0
-    for name, shape in shapes.items():
-        end = offset + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+    for name, form in forms.items():
+        if offset % form.dtype.itemsize:
+            raise ValueError(f"{name} would begin at byte {offset}, not aligned for {form.dtype}")
+        end = offset + form.num_bytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[form.dtype],
+            "shape": list(form.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _LENGTH.size) % _PAGE_BYTES)
     with path.open("wb") as file:
         file.write(_LENGTH.pack(len(text)))
         file.write(text)
-        for name, shape in shapes.items():
+        for name, form in forms.items():
             tensor = produce(name).contiguous()
-            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
+            if tuple(tensor.shape) != form.shape or tensor.dtype != form.dtype:
+                raise ValueError(f"{name} is {_described(tensor)}, not {form.dtype} {list(form.shape)}")
             # bf16 has no numpy counterpart, so every dtype goes out as bytes.
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
@@ -87,14 +105,14 @@ def map_weights(path: Path) -> dict[str, Tensor]:
     }
 
 
-def check_tensors(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(path: Path, tensors: Mapping[str, Tensor], forms: Mapping[str, TensorForm]) -> None:
     """Raise KvferryError unless the file at `path` holds exactly the tensors that its model needs."""
-    differences = [f"lacks {name}" for name in shapes if name not in tensors]
-    differences += [f"has an unknown {name}" for name in tensors if name not in shapes]
+    differences = [f"lacks {name}" for name in forms if name not in tensors]
+    differences += [f"has an unknown {name}" for name in tensors if name not in forms]
     differences += [
-        f"has {name} of shape {list(tensors[name].shape)} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
+        f"has {name} as {_described(tensors[name])} instead of {form.dtype} {list(form.shape)}"
+        for name, form in forms.items()
+        if name in tensors and (tuple(tensors[name].shape) != form.shape or tensors[name].dtype != form.dtype)
     ]
     if differences:
         raise unusable(f"{path} does not fit its config.json: it {summarise(differences)}")
@@ -105,6 +123,10 @@ def summarise(items: Iterable[str], shown: int = 4) -> str:
     items = list(items)
     rest = f" and {len(items) - shown} more" if len(items) > shown else ""
     return ", ".join(items[:shown]) + rest
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _parse_header(path: Path, mapping: mmap.mmap, size_bytes: int) -> dict[str, TensorSpec]:

@@ -30,8 +30,11 @@ async def prepare_model(
     on_progress: Callable[[str, float], None],
     *,
     command: Sequence[str] = PREPARE_COMMAND,
+    weight_dtype: str | None = None,
 ) -> PreparedDir:
     """Convert `source`, or find it converted. `on_progress(stage, fraction)` is called as work goes on.
+
+    `weight_dtype`: how weights are stored; None = fp32, or what a directory has that is prepared already.
 
     Raises LaunchError with the reason when there is no such model or it cannot be used.
     """
@@ -41,6 +44,7 @@ async def prepare_model(
         "--cache-dir",
         str(cache_dir),
         "--json",
+        *(() if weight_dtype is None else ("--weight-dtype", weight_dtype)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -13,10 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from engine.weights import check_tensors, map_weights, write_weights
+from engine.weights import TensorForm, check_tensors, map_weights, write_weights
 from runtime.errors import KvferryError
 
 _SHAPES = {"b": (5, 3), "a": (4,), "c": (2, 2, 2)}
+
+
+def _forms(dtype: torch.dtype = torch.float32) -> dict[str, TensorForm]:
+    return {name: TensorForm(shape, dtype) for name, shape in _SHAPES.items()}
 
 
 def _tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -37,7 +41,7 @@ def _file(header: dict[str, Any] | bytes, data: bytes) -> bytes:
 def test_what_is_written_is_mapped_and_is_readable_by_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = _tensors(dtype)
     path = tmp_path / "weights.safetensors"
-    write_weights(path, _SHAPES, dtype, tensors.__getitem__)
+    write_weights(path, _forms(dtype), tensors.__getitem__)
     mapped = map_weights(path)
     by_library = load_file(path)
     assert list(mapped) == list(_SHAPES)
@@ -48,7 +52,7 @@ def test_what_is_written_is_mapped_and_is_readable_by_safetensors(tmp_path: Path
 
 def test_the_first_tensor_begins_on_a_page(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
-    write_weights(path, _SHAPES, torch.float32, _tensors().__getitem__)
+    write_weights(path, _forms(), _tensors().__getitem__)
     assert map_weights(path)["b"].data_ptr() % 4096 == 0
 
 
@@ -61,12 +65,27 @@ def test_files_of_the_safetensors_library_are_mapped(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_not_as_announced_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"b is torch.float32 \[5\], not torch.float32 \[5, 3\]"):
-        write_weights(tmp_path / "w", {"b": (5, 3)}, torch.float32, lambda _: torch.zeros(5))
+        write_weights(tmp_path / "w", {"b": TensorForm((5, 3), torch.float32)}, lambda _: torch.zeros(5))
+
+
+def test_tensors_of_several_dtypes_share_a_file_widest_first(tmp_path: Path) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+    forms = {str(dtype): TensorForm((3,), dtype) for dtype in dtypes}
+    tensors = {str(dtype): torch.tensor([1, -2, 3]).to(dtype) for dtype in dtypes}
+    path = tmp_path / "weights.safetensors"
+    write_weights(path, forms, tensors.__getitem__)
+    mapped, by_library = map_weights(path), load_file(path)
+    for name, tensor in tensors.items():
+        assert mapped[name].dtype == tensor.dtype
+        assert torch.equal(mapped[name], tensor)
+        assert torch.equal(by_library[name], tensor)
+    with pytest.raises(ValueError, match=r"float16 would begin at byte 3, not aligned"):
+        write_weights(path, dict(reversed(forms.items())), tensors.__getitem__)
 
 
 def test_a_write_to_a_mapped_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
-    write_weights(path, _SHAPES, torch.float32, _tensors().__getitem__)
+    write_weights(path, _forms(), _tensors().__getitem__)
     before = path.read_bytes()
     map_weights(path)["a"].zero_()
     assert path.read_bytes() == before
@@ -94,7 +113,8 @@ def _read_in_another_process(path: Path, pipe: Connection) -> None:
 def test_two_processes_share_the_pages(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     size_kib = 4096
-    write_weights(path, {"w": (size_kib * 256,)}, torch.float32, lambda _: torch.ones(size_kib * 256))
+    form = TensorForm((size_kib * 256,), torch.float32)
+    write_weights(path, {"w": form}, lambda _: torch.ones(size_kib * 256))
     mapped = map_weights(path)["w"]
     here, there = multiprocessing.Pipe()
     other = multiprocessing.get_context("spawn").Process(target=_read_in_another_process, args=(path, there))
@@ -133,7 +153,7 @@ def _changed(**changes: Any) -> dict[str, Any]:
         (_file({"w": 3}, b""), "malformed"),
         (_file(_changed(shape="22"), bytes(16)), "malformed"),
         (_file(_changed(data_offsets=[0, 16, 32]), bytes(16)), "malformed"),
-        (_file(_changed(dtype="I8"), bytes(16)), "dtype I8"),
+        (_file(_changed(dtype="I16"), bytes(16)), "dtype I16"),
         (_file(_changed(shape=[2, -2]), bytes(16)), "has the shape"),
         (_file(_changed(shape=[2, 0]), bytes(16)), "has the shape"),
         (_file(_changed(shape=[1 << 62, 4]), bytes(16)), "has the shape"),
@@ -177,12 +197,14 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_that_do_not_fit_the_config_are_refused() -> None:
-    tensors = _tensors()
-    check_tensors(Path("w"), tensors, _SHAPES)
-    for shapes, expected in (
-        ({**_SHAPES, "d": (1,)}, "lacks d"),
-        ({"a": (4,), "b": (5, 3)}, "has an unknown c"),
-        ({**_SHAPES, "a": (3,)}, r"has a of shape \[4\] instead of \[3\]"),
+    tensors, forms = _tensors(), _forms()
+    check_tensors(Path("w"), tensors, forms)
+    one = TensorForm((1,), torch.float32)
+    for wanted, expected in (
+        ({**forms, "d": one}, "lacks d"),
+        ({"a": forms["a"], "b": forms["b"]}, "has an unknown c"),
+        ({**forms, "a": one}, r"has a as torch.float32 \[4\] instead of torch.float32 \[1\]"),
+        ({**forms, "a": TensorForm((4,), torch.int8)}, r"has a as torch.float32 \[4\] instead of torch.int8 \[4\]"),
     ):
         with pytest.raises(KvferryError, match=expected):
-            check_tensors(Path("w"), tensors, shapes)
+            check_tensors(Path("w"), tensors, wanted)

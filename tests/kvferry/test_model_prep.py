@@ -34,3 +34,13 @@ async def test_a_cancelled_preparation_ends_its_process(tmp_path: Path) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
+
+
+@pytest.mark.parametrize(("dtype", "flags"), [(None, []), ("int8", ["--weight-dtype", "int8"])])
+async def test_the_dtype_of_the_weights_is_passed_on_if_one_is_given(
+    tmp_path: Path, dtype: str | None, flags: list[str]
+) -> None:
+    echo = 'import json, sys; print(json.dumps({"event": "error", "message": " ".join(sys.argv[1:])})); sys.exit(1)'
+    with pytest.raises(LaunchError) as caught:
+        await prepare_model("m", tmp_path, lambda *_: None, command=(sys.executable, "-c", echo), weight_dtype=dtype)
+    assert str(caught.value).endswith(" ".join(["--json", *flags]))
