@@ -121,9 +121,13 @@ def check_tensor_names(names: Set[str], config: ModelConfig, source: Path) -> No
     missing = sorted(needed - names)
     if missing:
         raise unusable(f"{source} lacks tensors that its config asks for: {summarise(missing)}")
-    extra = {name for name in names - needed if not name.endswith(_DERIVED_SUFFIX)}
+    extra = {
+        name
+        for name in names - needed
+        if name.startswith(config.checkpoint_prefix) and not name.endswith(_DERIVED_SUFFIX)
+    }
     if config.tied_embeddings:
-        extra.discard("lm_head.weight")
+        extra.discard(f"{config.checkpoint_prefix}lm_head.weight")
     if extra:
         raise unusable(
             f"{source} has tensors that a {config.family} model of its config has no use for: "

@@ -114,6 +114,8 @@ class GgufFile:
         same = ("attention.value_length", "rope.dimension_count")
         if any(self._field(f"{family}.{key}", head_dim) != head_dim for key in same):
             raise unusable(f"{self._path}: keys, values and rotary embedding of different sizes are not supported")
+        if self._field(f"{family}.attention.sliding_window"):
+            raise unusable(f"{self._path} asks for sliding-window attention, but not on which layers")
         embedding = self._tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise unusable(f"{self._path} lacks token_embd.weight")
@@ -131,8 +133,6 @@ class GgufFile:
             "max_position_embeddings": self._field(f"{family}.context_length"),
             "rms_norm_eps": self._field(f"{family}.attention.layer_norm_rms_epsilon"),
             "rope_parameters": self._rope(family),
-            "sliding_window": self._field(f"{family}.attention.sliding_window"),
-            "use_sliding_window": bool(self._field(f"{family}.attention.sliding_window")),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": family == "llama" and "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "bos_token_id": self._field("tokenizer.ggml.bos_token_id"),

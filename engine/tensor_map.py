@@ -25,11 +25,13 @@ PREPARED_FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A tensor of the checkpoint, by the name transformers gives it. `rotary` rows are to be paired per head."""
+    """A tensor of the checkpoint, by the name transformers gives it. `rotary` rows are to be paired per head; `offset`
+    is added to every number."""
 
     name: str
     shape: tuple[int, ...]
     rotary: bool = False
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,14 @@ class PreparedTensor:
 def prepared_tensors(config: ModelConfig) -> tuple[PreparedTensor, ...]:
     """All tensors of a prepared model, in file order, which is the order in which a forward pass reads them."""
     vocab = (config.vocab_size, config.hidden_size)
-    tensors = [_single("embed.weight", "model.embed_tokens.weight", *vocab)]
+    model = f"{config.checkpoint_prefix}model."
+    tensors = [_single("embed.weight", f"{model}embed_tokens.weight", *vocab)]
     for layer in range(config.num_layers):
-        tensors += _layer_tensors(config, f"layers.{layer}.", f"model.layers.{layer}.")
-    tensors.append(_single("final_norm.weight", "model.norm.weight", config.hidden_size))
+        tensors += _attention_tensors(config, f"layers.{layer}.", f"{model}layers.{layer}.")
+        tensors += _mlp_tensors(config, layer, f"layers.{layer}.", f"{model}layers.{layer}.")
+    tensors.append(_norm(config, "final_norm", f"{model}norm"))
     if not config.tied_embeddings:
-        tensors.append(_single("lm_head.weight", "lm_head.weight", *vocab))
+        tensors.append(_single("lm_head.weight", f"{config.checkpoint_prefix}lm_head.weight", *vocab))
     return tuple(tensors)
 
 
@@ -77,6 +81,8 @@ def fuse(tensor: PreparedTensor, head_dim: int, read: Callable[[str], Tensor]) -
             raise unusable(f"{part.name} is {value.dtype}: only fp32, fp16 and bf16 weights are supported")
         target = fused[row : row + part.shape[0]]
         target.copy_(pair_rotary_rows(value, head_dim) if part.rotary else value)
+        if part.offset:
+            target.add_(part.offset)
         row += part.shape[0]
     if not torch.isfinite(fused).all():
         raise unusable(f"{tensor.name} has numbers that are not finite: the checkpoint is damaged")
@@ -89,6 +95,8 @@ def split(tensor: PreparedTensor, head_dim: int, fused: Tensor) -> dict[str, Ten
     row = 0
     for part in tensor.parts:
         value = fused[row : row + part.shape[0]]
+        if part.offset:
+            value = value - part.offset
         parts[part.name] = unpair_rotary_rows(value, head_dim) if part.rotary else value
         row += part.shape[0]
     return parts
@@ -104,13 +112,13 @@ def unpair_rotary_rows(rows: Tensor, head_dim: int) -> Tensor:
     return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _layer_tensors(config: ModelConfig, to: str, source: str) -> list[PreparedTensor]:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+def _attention_tensors(config: ModelConfig, to: str, source: str) -> list[PreparedTensor]:
+    hidden, head_dim = config.hidden_size, config.head_dim
     q_rows, kv_rows = config.num_q_heads * head_dim, config.num_kv_heads * head_dim
-    attention, mlp = f"{source}self_attn.", f"{source}mlp."
+    attention = f"{source}self_attn."
     qkv = (("q_proj", q_rows, True), ("k_proj", kv_rows, True), ("v_proj", kv_rows, False))
     tensors = [
-        _single(f"{to}input_norm.weight", f"{source}input_layernorm.weight", hidden),
+        _norm(config, f"{to}input_norm", f"{source}input_layernorm"),
         PreparedTensor(
             f"{to}qkv.weight",
             tuple(SourcePart(f"{attention}{name}.weight", (rows, hidden), rotary) for name, rows, rotary in qkv),
@@ -121,21 +129,53 @@ def _layer_tensors(config: ModelConfig, to: str, source: str) -> list[PreparedTe
         tensors.append(PreparedTensor(f"{to}qkv.bias", parts))
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
-            part = SourcePart(f"{attention}{name}.weight", (head_dim,), rotary=True)
+            part = SourcePart(f"{attention}{name}.weight", (head_dim,), rotary=True, offset=config.norm_offset)
             tensors.append(PreparedTensor(f"{to}{name}.weight", (part,)))
     tensors.append(_single(f"{to}attention_out.weight", f"{attention}o_proj.weight", hidden, q_rows))
     if config.attention_out_bias:
         tensors.append(_single(f"{to}attention_out.bias", f"{attention}o_proj.bias", hidden))
-    tensors.append(_single(f"{to}mlp_norm.weight", f"{source}post_attention_layernorm.weight", hidden))
-    gate_up = tuple(SourcePart(f"{mlp}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj"))
-    tensors.append(PreparedTensor(f"{to}gate_up.weight", gate_up))
-    if config.mlp_bias:
-        biases = tuple(SourcePart(f"{mlp}{name}.bias", (inner,)) for name in ("gate_proj", "up_proj"))
-        tensors.append(PreparedTensor(f"{to}gate_up.bias", biases))
-    tensors.append(_single(f"{to}down.weight", f"{mlp}down_proj.weight", hidden, inner))
-    if config.mlp_bias:
-        tensors.append(_single(f"{to}down.bias", f"{mlp}down_proj.bias", hidden))
     return tensors
+
+
+def _mlp_tensors(config: ModelConfig, layer: int, to: str, source: str) -> list[PreparedTensor]:
+    # With norms on both sides, what others call post_attention_layernorm is the one behind the attention.
+    before = "pre_feedforward_layernorm" if config.out_norms else "post_attention_layernorm"
+    tensors = []
+    if config.out_norms:
+        tensors.append(_norm(config, f"{to}attention_out_norm", f"{source}post_attention_layernorm"))
+    tensors.append(_norm(config, f"{to}mlp_norm", f"{source}{before}"))
+    experts = config.experts
+    if experts is not None and layer in experts.layers:
+        tensors.append(
+            _single(f"{to}router.weight", f"{source}mlp.gate.weight", experts.num_experts, config.hidden_size)
+        )
+        for expert in range(experts.num_experts):
+            name = f"experts.{expert}."
+            tensors += _gated_tensors(config, experts.intermediate_size, f"{to}{name}", f"{source}mlp.{name}")
+    else:
+        tensors += _gated_tensors(config, config.intermediate_size, to, f"{source}mlp.")
+    if config.out_norms:
+        tensors.append(_norm(config, f"{to}mlp_out_norm", f"{source}post_feedforward_layernorm"))
+    return tensors
+
+
+def _gated_tensors(config: ModelConfig, inner: int, to: str, source: str) -> list[PreparedTensor]:
+    """Of one gated MLP."""
+    hidden = config.hidden_size
+    gate_up = tuple(SourcePart(f"{source}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj"))
+    tensors = [PreparedTensor(f"{to}gate_up.weight", gate_up)]
+    if config.mlp_bias:
+        biases = tuple(SourcePart(f"{source}{name}.bias", (inner,)) for name in ("gate_proj", "up_proj"))
+        tensors.append(PreparedTensor(f"{to}gate_up.bias", biases))
+    tensors.append(_single(f"{to}down.weight", f"{source}down_proj.weight", hidden, inner))
+    if config.mlp_bias:
+        tensors.append(_single(f"{to}down.bias", f"{source}down_proj.bias", hidden))
+    return tensors
+
+
+def _norm(config: ModelConfig, to: str, source: str) -> PreparedTensor:
+    part = SourcePart(f"{source}.weight", (config.hidden_size,), offset=config.norm_offset)
+    return PreparedTensor(f"{to}.weight", (part,))
 
 
 def _single(name: str, source: str, *shape: int) -> PreparedTensor:

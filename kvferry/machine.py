@@ -30,7 +30,7 @@ _NEEDED = ("torch", "grpcio", "grpcio-health-checking", "grpcio-reflection", "pr
            "uvicorn", "starlette", "uvloop", "httptools", "orjson", "msgspec", "numpy", "ml_dtypes", "safetensors",
            "xxhash", "prometheus-client")  # fmt: skip
 _OPTIONAL = {
-    "transformers": "pip install 'kvferry[gguf]'  (reads .gguf models)",
+    "transformers": "pip install 'kvferry[fallback]'  (runs models without native code; reads .gguf tokenizers)",
     "gguf": "pip install 'kvferry[gguf]'  (reads .gguf models)",
     "ray": "pip install 'kvferry[ray]'",
 }

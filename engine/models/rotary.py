@@ -20,14 +20,18 @@ class RotaryTable:
         self._frequencies = inverse_frequencies(rope, head_dim)
         self._table = torch.empty(0, head_dim)
 
-    def rows(self, positions: Tensor) -> Tensor:
-        """fp32 [T, head_dim] for int64 positions [T]: cos and sin of each pair's angle, side by side."""
-        needed = int(positions.max()) + 1
-        while self._table.shape[0] < needed:
+    def rows(self, positions: Tensor, num_positions: int) -> Tensor:
+        """fp32 [T, head_dim] for int64 positions [T]: cos and sin of each pair's angle, side by side, on their device.
+
+        `num_positions`: more than every position. The caller knows it; to ask the tensor would wait for its device.
+        """
+        while len(self._table) < num_positions:
             start = self._table.shape[0]
             angles = torch.arange(start, start + _CHUNK_ROWS).float().unsqueeze(1) * self._frequencies
-            self._table = torch.cat((self._table, torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)))
-        return self._table[positions]
+            # Computed by the host: other devices have other last bits.
+            rows = torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
+            self._table = torch.cat((self._table.to(positions.device), rows.to(positions.device)))
+        return torch.index_select(self._table, 0, positions)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The decoder that Llama, Qwen2 and Qwen3 share, on flattened tokens and a paged KV cache.
+"""The decoder that all native families share, on flattened tokens and a paged KV cache.
 
 Small models on a CPU spend much of a step between operations, not in them. So each layer is written in as few
 operations as possible: fused projections (see engine.tensor_map), rotation and storing in one, residual sums inside the
@@ -9,6 +9,7 @@ T is the number of tokens in a batch.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import add
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.batch import Batch
 from engine.model_config import ModelConfig
+from engine.models.feed_forward import Experts, FeedForward, GatedMlp
 from engine.models.rotary import RotaryTable
-from engine.ops.interface import Gate, Linear, Ops
+from engine.ops.interface import Linear, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,10 @@ class Layer:
     qkv: Linear  # [(q_heads + 2 * kv_heads) * head_dim, hidden]
     qk_norm: Tensor | None  # [q_heads + kv_heads, head_dim]
     attention_out: Linear  # [hidden, q_heads * head_dim]
+    attention_out_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Linear  # [2 * intermediate, hidden]
-    down: Linear  # [hidden, intermediate]
+    mlp: FeedForward
+    mlp_out_norm: Tensor | None  # [hidden]
 
 
 class Transformer:
@@ -41,10 +44,12 @@ class Transformer:
         self.config = config
         self._ops = ops
         self._embed = weights["embed.weight"]
-        self._layers = [_layer(config, weights, f"layers.{index}.") for index in range(config.num_layers)]
+        self._layers = [_layer(config, weights, index) for index in range(config.num_layers)]
         self._final_norm = weights["final_norm.weight"]
         self._lm_head = _linear(weights, "embed" if config.tied_embeddings else "lm_head")
         self._rotary = RotaryTable(config.rope, config.head_dim)
+        self._window_rotary = RotaryTable(config.window_rope, config.head_dim) if config.window_rope else None
+        self._windowed = tuple(layer.window is not None for layer in config.attention)
         self._qk_heads = config.num_q_heads + config.num_kv_heads
 
     def forward(self, batch: Batch, attention: AttentionBackend, on_layer: Callable[[int], None]) -> Tensor:
@@ -55,20 +60,33 @@ class Transformer:
         """
         ops, eps = self._ops, self.config.rms_norm_eps
         x = ops.embed(batch.token_ids, self._embed)
-        rotation = self._rotary.rows(batch.positions)
+        if self.config.embedding_scale != 1.0:
+            x.mul_(self.config.embedding_scale)
+        longest = max(map(add, batch.starts, batch.query_lens))
+        rotation = window_rotation = self._rotary.rows(batch.positions, longest)
+        if self._window_rotary is not None:
+            window_rotation = self._window_rotary.rows(batch.positions, longest)
         for index, layer in enumerate(self._layers):
             qk, v = self._project(layer, x)
-            attention.rotate_and_store(index, qk, v, rotation, batch)
+            turns = window_rotation if self._windowed[index] else rotation
+            attention.rotate_and_store(index, qk, v, turns, batch)
             on_layer(index)
             attended = attention.attend(index, qk[:, : self.config.num_q_heads], batch)
-            ops.add_linear(x, attended, layer.attention_out)
-            gate_up = ops.linear(ops.rms_norm(x, layer.mlp_norm, eps), layer.gate_up)
-            ops.add_linear(x, ops.gated(gate_up, Gate.SILU), layer.down)
+            branch = _branch(x, layer.attention_out_norm)
+            ops.add_linear(branch, attended, layer.attention_out)
+            if layer.attention_out_norm is not None:
+                x += ops.rms_norm(branch, layer.attention_out_norm, eps)
+            branch = _branch(x, layer.mlp_out_norm)
+            layer.mlp.add_to(branch, ops.rms_norm(x, layer.mlp_norm, eps), ops)
+            if layer.mlp_out_norm is not None:
+                x += ops.rms_norm(branch, layer.mlp_out_norm, eps)
         return ops.rms_norm(x, self._final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab] for rows [R, hidden] of what `forward` returned."""
-        return self._ops.logits(hidden, self._lm_head)
+        logits = self._ops.logits(hidden, self._lm_head)
+        cap = self.config.logits_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _project(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         """q and k side by side [T, q_heads + kv_heads, head_dim], not rotated yet, and v [T, kv_heads, head_dim]."""
@@ -81,7 +99,13 @@ class Transformer:
         return qk, v
 
 
-def _layer(config: ModelConfig, weights: Mapping[str, Tensor], prefix: str) -> Layer:
+def _branch(x: Tensor, norm: Tensor | None) -> Tensor:
+    """Where a sublayer adds its result: to the residual itself, or to zeros that are normed first."""
+    return x if norm is None else torch.zeros_like(x)
+
+
+def _layer(config: ModelConfig, weights: Mapping[str, Tensor], index: int) -> Layer:
+    prefix = f"layers.{index}."
     qk_norm = None
     if config.qk_norm:
         q = weights[f"{prefix}q_norm.weight"].expand(config.num_q_heads, -1)
@@ -92,10 +116,22 @@ def _layer(config: ModelConfig, weights: Mapping[str, Tensor], prefix: str) -> L
         qkv=_linear(weights, f"{prefix}qkv"),
         qk_norm=qk_norm,
         attention_out=_linear(weights, f"{prefix}attention_out"),
+        attention_out_norm=weights.get(f"{prefix}attention_out_norm.weight"),
         mlp_norm=weights[f"{prefix}mlp_norm.weight"],
-        gate_up=_linear(weights, f"{prefix}gate_up"),
-        down=_linear(weights, f"{prefix}down"),
+        mlp=_feed_forward(config, weights, index),
+        mlp_out_norm=weights.get(f"{prefix}mlp_out_norm.weight"),
     )
+
+
+def _feed_forward(config: ModelConfig, weights: Mapping[str, Tensor], index: int) -> FeedForward:
+    def mlp(prefix: str) -> GatedMlp:
+        return GatedMlp(_linear(weights, f"{prefix}gate_up"), _linear(weights, f"{prefix}down"), config.gate)
+
+    prefix, experts = f"layers.{index}.", config.experts
+    if experts is None or index not in experts.layers:
+        return mlp(prefix)
+    mlps = [mlp(f"{prefix}experts.{number}.") for number in range(experts.num_experts)]
+    return Experts(_linear(weights, f"{prefix}router"), mlps, experts)
 
 
 def _linear(weights: Mapping[str, Tensor], name: str) -> Linear:

@@ -1,5 +1,6 @@
-"""`kvferry doctor`: what this machine has, what is missing, and the command that gets it; and, with a second machine
-that runs `kvferry doctor --listen`, which KV transports work between the two and how fast they are."""
+"""`kvferry doctor`: what this machine has, what is missing, and the command that gets it; with --model, how a model
+would be served here; and, with a second machine that runs `kvferry doctor --listen`, which KV transports work between
+the two and how fast they are."""
 
 import argparse
 import asyncio
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from kv_transfer.options import AUTO, TransferOptions
+from kv_transfer.region import available_memory_bytes
 from kvferry.commands.base import Command, absolute_path
 from kvferry.console import Console
 from kvferry.machine import Level, examine
+from kvferry.model_report import model_lines, report_model
 from kvferry.peer_listener import ProbeListener
 from kvferry.peer_probe import PeerReport, Trial, probe
 from kvferry.probe_wire import DEFAULT_PORT, EndReport
+from kvferry.references import run_in_process
 from runtime.errors import ErrorCode, KvferryError
 from runtime.grpc_life import join_host_port
 from runtime.secret import read_secret_file
@@ -26,6 +30,7 @@ _LOOPBACK = "127.0.0.1"
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-devices", action="store_true", help="Do not load torch to look for GPUs.")
     ends = parser.add_mutually_exclusive_group()
+    ends.add_argument("--model", metavar="MODEL", help="Say which code would run this model, what its weights and its KV cost, or why it cannot be served. Nothing is written.")  # fmt: skip # noqa: E501
     ends.add_argument(
         "--peer", metavar="HOST[:PORT]", help="Try every KV transport with the `kvferry doctor --listen` there."
     )
@@ -58,6 +63,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.peer:
             return asyncio.run(_run_peer(arguments.peer, secret, options, console))
         return asyncio.run(_run_listener(arguments.listen, secret, options, console))
+    if arguments.model:
+        return _run_model(arguments.model, console)
     return _run_here(arguments, console)
 
 
@@ -78,6 +85,14 @@ def _run_here(arguments: argparse.Namespace, console: Console) -> int:
     console.table(rows)
     console.say(f"\n{len(missing)} needed things are missing." if missing else "\nEverything needed is here.")
     return 1 if missing else 0
+
+
+def _run_model(model: str, console: Console) -> int:
+    report = run_in_process(report_model, model, available_memory_bytes()).result()
+    console.emit(report)
+    for line in model_lines(report):
+        console.say(line) if isinstance(line, str) else console.table(line)
+    return 0 if report["ok"] else 1
 
 
 async def _run_listener(where: str, secret: bytes, options: TransferOptions, console: Console) -> int:

@@ -2,8 +2,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
@@ -16,7 +18,7 @@ from engine.sequence import SamplingParams, Sequence, TokenSample
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.errors import KvferryError
 from tests.support.toy_engine import poisoned_cache, sequence
-from tests.support.toy_model import ToyModel
+from tests.support.toy_model import VOCAB_SIZE, ToyModel
 
 
 class Bench:
@@ -30,6 +32,12 @@ class Bench:
     def item(self, seq: Sequence, table: tuple[int, ...], start: int, length: int) -> ScheduledSequence:
         return ScheduledSequence(seq, start, length, start + length == seq.num_tokens, table)
 
+    def guessing(self, seq: Sequence, table: tuple[int, ...], *guesses: int) -> ScheduledSequence:
+        """The last token of `seq` and guesses of what follows; what is before it is computed first."""
+        last = seq.num_tokens - 1
+        self.run(ScheduledSequence(seq, 0, last, False, table))
+        return ScheduledSequence(seq, last, 1 + len(guesses), True, table, guesses)
+
     def run(self, *items: ScheduledSequence, hook: Callable[[int], None] | None = None) -> dict[str, object]:
         return dict(self.runner.run(Schedule(items), hook))
 
@@ -40,7 +48,7 @@ def test_a_prompt_in_chunks_samples_the_token_of_the_whole() -> None:
     assert bench.run(bench.item(seq, (4, 1, 9), 0, 8)) == {}
     assert bench.run(bench.item(seq, (4, 1, 9), 8, 3)) == {}
     want = int(bench.model.dense_logits(seq.token_ids)[-1].argmax())
-    assert bench.run(bench.item(seq, (4, 1, 9), 11, 8)) == {"a": TokenSample(want)}
+    assert bench.run(bench.item(seq, (4, 1, 9), 11, 8)) == {"a": (TokenSample(want),)}
 
 
 def test_only_sequences_that_reach_their_last_token_are_sampled() -> None:
@@ -48,7 +56,7 @@ def test_only_sequences_that_reach_their_last_token_are_sampled() -> None:
     a, b, c = sequence("a", range(1, 20)), sequence("b", [5]), sequence("c", range(30, 40))
     result = bench.run(bench.item(a, (0, 1, 2), 0, 8), bench.item(b, (3,), 0, 1), bench.item(c, (4, 5), 0, 10))
     assert result == {
-        seq.seq_id: TokenSample(int(bench.model.dense_logits(seq.token_ids)[-1].argmax())) for seq in (b, c)
+        seq.seq_id: (TokenSample(int(bench.model.dense_logits(seq.token_ids)[-1].argmax())),) for seq in (b, c)
     }
 
 
@@ -84,12 +92,12 @@ def test_earlier_output_is_penalised() -> None:
     bench = Bench()
     prompt = list(range(1, 12))
     favourite = SamplingParams(max_tokens=99, temperature=0.0, logit_bias=((50, 60.0),))
-    assert bench.run(bench.item(sequence("a", prompt, sampling=favourite), (0, 1), 0, 11)) == {"a": TokenSample(50)}
+    assert bench.run(bench.item(sequence("a", prompt, sampling=favourite), (0, 1), 0, 11)) == {"a": (TokenSample(50),)}
     tired = replace(favourite, frequency_penalty=2.0)
     again = sequence("b", prompt, output=[50] * 40, sampling=tired)
     (result,) = bench.run(bench.item(again, (2, 3, 4, 5, 6, 7, 8), 0, 51)).values()
-    assert isinstance(result, TokenSample)
-    assert result.token_id != 50
+    assert isinstance(result, tuple)
+    assert result[0].token_id != 50
 
 
 def test_not_a_number_fails_its_own_sequence_only() -> None:
@@ -97,7 +105,7 @@ def test_not_a_number_fails_its_own_sequence_only() -> None:
     bench.model.nan_token_ids = frozenset({7})
     good, bad = sequence("good", [1, 2, 3]), sequence("bad", [4, 7, 5])
     result = bench.run(bench.item(bad, (0,), 0, 3), bench.item(good, (1,), 0, 3))
-    assert result["good"] == TokenSample(int(bench.model.dense_logits(good.token_ids)[-1].argmax()))
+    assert result["good"] == (TokenSample(int(bench.model.dense_logits(good.token_ids)[-1].argmax())),)
     error = result["bad"]
     assert isinstance(error, KvferryError)
     assert error.code == ErrorCode.INTERNAL
@@ -112,7 +120,7 @@ def test_the_block_of_a_failed_sequence_does_not_poison_the_next_owner() -> None
     bench.run(bench.item(seq, (0,), 0, 2))
     seq.append_token(TokenSample(3))
     result = bench.run(bench.item(seq, (0,), 2, 1))
-    assert result["next"] == TokenSample(int(bench.model.dense_logits(seq.token_ids)[-1].argmax()))
+    assert result["next"] == (TokenSample(int(bench.model.dense_logits(seq.token_ids)[-1].argmax())),)
 
 
 def test_the_hook_sees_each_layer_complete_and_in_order() -> None:
@@ -165,3 +173,108 @@ def test_logits_are_asked_for_where_they_are_used_only() -> None:
     runner.run(Schedule((bench.item(a, (0, 1, 2), 0, 8),)))
     runner.run(Schedule((bench.item(a, (0, 1, 2), 8, 8), bench.item(b, (3,), 0, 3))))
     assert rows == [1]
+
+
+# ---- guesses ----
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def greedy_text(bench: Bench, tokens: list[int], count: int) -> list[int]:
+    text = list(tokens)
+    for _ in range(count):
+        text.append(int(bench.model.dense_logits(text)[-1].argmax()))
+    return text[len(tokens) :]
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+def test_guesses_are_accepted_up_to_the_first_wrong_one(num_right: int) -> None:
+    bench = Bench()
+    seq = sequence("a", range(1, 12), sampling=GREEDY)
+    want = greedy_text(bench, seq.token_ids, 4)
+    guesses = [token if i < num_right else (token + 1) % VOCAB_SIZE for i, token in enumerate(want[:3])]
+    item = bench.guessing(seq, (4, 1), *guesses)
+    assert bench.run(item) == {"a": tuple(map(TokenSample, want[: num_right + 1]))}
+
+
+def test_sequences_with_and_without_guesses_share_a_step() -> None:
+    bench = Bench()
+    prompts = {"a": range(1, 12), "b": range(20, 29), "c": range(30, 47)}
+    a, b, c = (sequence(name, prompt, sampling=GREEDY) for name, prompt in prompts.items())
+    texts = {seq.seq_id: greedy_text(bench, seq.token_ids, 3) for seq in (a, b, c)}
+    items = [
+        bench.guessing(a, (0, 1), *texts["a"][:2]),
+        bench.item(b, (2, 3), 0, 9),
+        bench.guessing(c, (4, 5, 6), texts["c"][0], (texts["c"][1] + 1) % VOCAB_SIZE),
+    ]
+    result = bench.run(*items)
+    assert result["a"] == tuple(map(TokenSample, texts["a"]))
+    assert result["b"] == (TokenSample(texts["b"][0]),)
+    assert result["c"] == tuple(map(TokenSample, texts["c"][:2]))
+
+
+def test_nothing_is_sampled_behind_a_wrong_guess_or_an_end() -> None:
+    rows: list[tuple[int, list[int]]] = []
+
+    class Recording(Sampler):
+        def sample(self, logits: Tensor, rows_: SequenceOf[SampleRow]) -> list[TokenSample | KvferryError]:
+            rows.extend((row.position, list(row.output_token_ids)) for row in rows_)
+            return super().sample(logits, rows_)
+
+    bench = Bench()
+    bench.runner = ModelRunner(bench.model, TorchAttention(bench.cache, bench.model.attention), Recording(), 8)
+    prompt = list(range(1, 12))
+    first, second, third = greedy_text(bench, prompt, 3)
+    seq = sequence("a", prompt, sampling=GREEDY)
+    bench.run(bench.guessing(seq, (4, 1), first, (second + 1) % VOCAB_SIZE, third))
+    assert rows == [(11, []), (12, [first])]
+    rows.clear()
+    stops = sequence("b", prompt, sampling=SamplingParams(8, temperature=0.0, stop_token_ids=frozenset({first})))
+    assert bench.run(bench.guessing(stops, (4, 1), first, second)) == {"b": (TokenSample(first),)}
+    assert rows == [(11, [])]
+
+
+class OddOrEven:
+    """A constraint: behind an odd token comes an even one, and the other way round. It writes down what it is told."""
+
+    def __init__(self, last: int) -> None:
+        self.tokens = [last]
+        self.most = 1
+
+    def allowed(self) -> NDArray[np.uint32]:
+        return np.full(-(-VOCAB_SIZE // 32), 0x55555555 if self.tokens[-1] % 2 else 0xAAAAAAAA, dtype=np.uint32)
+
+    def advance(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        self.most = max(self.most, len(self.tokens))
+
+    def rewind(self, num_tokens: int) -> None:
+        del self.tokens[len(self.tokens) - num_tokens :]
+
+
+def test_a_constraint_follows_the_guesses_and_is_back_where_it_was_after_the_step() -> None:
+    masks: list[NDArray[np.uint32]] = []
+
+    class Obedient(Sampler):
+        def sample(self, logits: Tensor, rows: SequenceOf[SampleRow]) -> list[TokenSample | KvferryError]:
+            for values, row in zip(logits, rows, strict=True):
+                assert row.allowed is not None
+                masks.append(row.allowed.copy())
+                bits = np.unpackbits(row.allowed.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+                values[torch.from_numpy(bits == 0)] = -1e9
+            return super().sample(logits, rows)
+
+    bench = Bench()
+    bench.runner = ModelRunner(bench.model, TorchAttention(bench.cache, bench.model.attention), Obedient(), 8)
+    prompt = list(range(1, 12))
+    constraint = OddOrEven(prompt[-1])
+    favourites = SamplingParams(8, temperature=0.0, logit_bias=((50, 60.0), (51, 60.0)))
+    seq = Sequence("a", prompt, favourites, max_context_tokens=99, constraint=constraint)
+    result = bench.run(bench.guessing(seq, (4, 1), 50, 51, 51, 50))["a"]
+    assert result == tuple(map(TokenSample, (50, 51, 50)))
+    assert [mask[0] for mask in masks] == [0x55555555, 0xAAAAAAAA, 0x55555555]
+    assert constraint.tokens == [prompt[-1]], "nothing has come yet"
+    assert constraint.most == 3
+    for sample in result:
+        seq.append_token(sample)
+    assert constraint.tokens == [prompt[-1], 50, 51, 50]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from engine.attention.torch_paged import TorchAttention
 from engine.batch import BatchRow, build_batch
@@ -18,7 +19,7 @@ from engine.paged_cache import PagedCache
 from engine.prepare import prepare_model
 from engine.prepared_model import PreparedModel
 from kv_cache.layout import KVCacheLayout, KVDtype
-from tests.support.tiny_checkpoints import VARIANTS, make_model, save_checkpoint
+from tests.support.tiny_checkpoints import VARIANTS, make_model, randomise, save_checkpoint, write_tokenizer
 
 _BLOCK_SIZE = 8
 _TOKENS = [int(token) for token in torch.randint(3, 96, (61,), generator=torch.Generator().manual_seed(5))]
@@ -78,6 +79,31 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, variant: str) -> Non
     _assert_equal_logits(torch.cat(pieces), expected)
 
 
+def test_the_text_part_of_a_gemma_3_that_also_sees_images_is_found_inside_its_checkpoint(tmp_path: Path) -> None:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=make_model("gemma3").config.to_dict(), vision_config={**vision, "image_size": 14, "patch_size": 14}
+    )
+    config.text_config.vocab_size = 96
+    model = randomise(Gemma3ForConditionalGeneration(config))
+    source = tmp_path / "m"
+    model.save_pretrained(source)
+    write_tokenizer(source, 96)
+    prepared = prepare_model(source, tmp_path / "cache", lambda *_: None)
+    assert (prepared.config.family, len(prepared.tensor_forms())) == ("gemma3", 2 + 3 * 10)
+    with torch.inference_mode():
+        expected = model(torch.tensor([_TOKENS])).logits[0]
+    _assert_equal_logits(_Session(prepared).step(BatchRow(_TOKENS, 0, _TABLE)), expected)
+
+
+def test_a_token_gets_the_same_experts_and_sum_whatever_else_is_in_the_batch(tmp_path: Path) -> None:
+    _, prepared = _prepare(tmp_path, "qwen3_moe")
+    alone = _Session(prepared).step(BatchRow(_TOKENS[:9], 0, [1, 2]))
+    others = [BatchRow(_TOKENS[at : at + 5], 0, [3 + at // 5]) for at in range(10, 40, 5)]
+    beside = _Session(prepared).step(BatchRow(_TOKENS[:9], 0, [1, 2]), *others)[:9]
+    torch.testing.assert_close(beside, alone, atol=1e-5, rtol=0)
+
+
 def test_sequences_in_one_batch_do_not_see_each_other(tmp_path: Path) -> None:
     model = make_model("llama_gqa")
     prepared = prepare_model(save_checkpoint(tmp_path / "m", model), tmp_path / "cache", lambda *_: None)
@@ -130,8 +156,8 @@ def test_the_norm_is_the_root_mean_square_norm_also_for_tiny_and_huge_numbers() 
 
 def test_a_position_turns_by_the_same_numbers_however_the_table_grew() -> None:
     far_first, step_by_step = RotaryTable(RopeConfig(), 16), RotaryTable(RopeConfig(), 16)
-    far = far_first.rows(torch.tensor([5000, 3]))
-    assert step_by_step.rows(torch.tensor([3])).shape == (1, 16)
-    step_by_step.rows(torch.tensor([2500]))
-    near = step_by_step.rows(torch.tensor([5000, 3]))
+    far = far_first.rows(torch.tensor([5000, 3]), 5001)
+    assert step_by_step.rows(torch.tensor([3]), 4).shape == (1, 16)
+    step_by_step.rows(torch.tensor([2500]), 2501)
+    near = step_by_step.rows(torch.tensor([5000, 3]), 5001)
     assert torch.equal(far, near)

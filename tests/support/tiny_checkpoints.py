@@ -6,13 +6,19 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 _SHAPE: dict[str, Any] = {
@@ -35,8 +41,21 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_GEMMA3: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 13,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 3000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+_MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 13}
 
-# The classes and the settings that differ from _SHAPE.
+# The classes and the settings that differ from _SHAPE. Windows are shorter than the contexts of the tests.
 VARIANTS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     "llama_gqa": (LlamaForCausalLM, LlamaConfig, {}),
     "llama_tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
@@ -55,18 +74,50 @@ VARIANTS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     "qwen2_tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
     "qwen3_biases": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "attention_bias": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 13, "head_dim": 16}),
+    "mistral_no_window": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "qwen2_windows": (Qwen2ForCausalLM, Qwen2Config, {**_WINDOWS, "max_window_layers": 1}),
+    "qwen3_windows": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {**_WINDOWS, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA3),
+    "gemma3_scaled_and_capped": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            **_GEMMA3,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                **_GEMMA3["rope_parameters"],
+                "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 8.0},
+            },
+        },
+    ),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**_MOE, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**_MOE, **_WINDOWS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
 }
 
 
 def make_model(variant: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A model with every parameter random, biases and norms included, so that none can be left out unnoticed."""
+    """A model of a native family, random as `randomise` makes it."""
     model_class, config_class, values = VARIANTS[variant]
-    model = model_class(config_class(**{**_SHAPE, **values, **overrides}))
+    return randomise(model_class(config_class(**{**_SHAPE, **values, **overrides})), seed)
+
+
+def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Every parameter becomes random, biases and norms included, so that none can be left out unnoticed."""
     generator = torch.Generator().manual_seed(seed)
+    usual_norm = 0.0 if model.config.model_type.startswith("gemma") else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
+            parameter.copy_(usual_norm + 0.3 * noise if "norm" in name else 0.2 * noise)
     return model.eval()
 
 
