@@ -124,6 +124,12 @@ class MemoryRegion:
         """Whether a peer of the same host can map this region, which is ours."""
         return self._fd is not None
 
+    @property
+    def file(self) -> tuple[int, int] | None:
+        """For own child processes: the descriptor of our memory file and the offset of the payload in it; None for
+        private memory. The child must be given the descriptor while this region is open."""
+        return None if self._fd is None else (self._fd, PAGE_BYTES)
+
     def descriptor(self) -> bytes:
         """What a peer needs for `open_remote`. Raises RegionError for private memory."""
         if self._fd is None:

@@ -1,0 +1,58 @@
+"""A whole worker whose model is split over two processes, and one of them is lost."""
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from decode_worker.config import DecodeConfig
+from decode_worker.process import DecodeProcess
+from decode_worker.worker import AdmitRequest
+from engine.sequence import SamplingParams, Sequence
+from runtime.clock import SystemClock
+from runtime.worker_host import host_worker
+
+WAIT_S = 60.0  # only ever reached by a test that fails
+
+
+async def test_a_worker_that_has_lost_a_rank_ends_at_its_next_step_and_says_which(
+    checkpoint: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "secret").write_bytes(b"0123456789abcdef0123456789abcdef")
+    config = DecodeConfig(
+        worker_id="w",
+        routers=("127.0.0.1:1",),
+        cluster_secret_file=tmp_path / "secret",
+        model=str(checkpoint),
+        cache_dir=cache,
+        num_blocks=32,
+        max_num_seqs=4,
+        tensor_parallel=2,
+    )
+    loop = asyncio.get_running_loop()
+    built: asyncio.Future[DecodeProcess] = loop.create_future()
+
+    def build(secret: bytes) -> DecodeProcess:
+        process = DecodeProcess(config, secret)
+        loop.call_soon_threadsafe(built.set_result, process)
+        return process
+
+    life = asyncio.create_task(host_worker(config, "decode", build, asyncio.Event()))
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.wait({built, life}, return_when=asyncio.FIRST_COMPLETED)
+        process = built.result()
+        followers = process._followers
+        assert followers is not None
+        (pid,) = followers.pids
+        os.kill(pid, signal.SIGKILL)
+        sequence = Sequence("r", [5, 6, 7], SamplingParams(max_tokens=4), max_context_tokens=64)
+        deadline = SystemClock().now() + WAIT_S
+        with caplog.at_level(logging.ERROR):
+            process._engine_loop.submit(AdmitRequest(1, "r", 1, sequence, True, deadline, lambda events: None))
+            assert await life == 1
+    assert f"rank 1 of this worker (process {pid}) was killed by SIGKILL" in caplog.text
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
