@@ -7,7 +7,8 @@ from decode_worker.config import DecodeConfig
 from decode_worker.export import Exporter
 from decode_worker.server import DecodeService
 from decode_worker.worker import Command, DecodeView, DecodeWorker, ExportEvent
-from engine.build import build_engine, log_load, plan_engine
+from engine.build import build_engine, log_load, plan_engine, start_followers
+from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
 from engine.wire import load_report
 from kv_transfer.identity import Identity
@@ -33,10 +34,12 @@ class DecodeProcess:
         self._network = config.network(config.host)
         self._transports = tuple(self._network.transports)
         self._plan = plan_engine(config, available_bytes=available_memory_bytes())
-        self._pool = MemoryRegion.allocate(self._plan.pool_bytes, shared="shm" in self._transports)
+        shared = "shm" in self._transports or config.tensor_parallel > 1
+        self._pool = MemoryRegion.allocate(self._plan.pool_bytes, shared=shared)
+        self._followers = start_followers(config, self._plan, self._pool.file)
         self._incarnation = secrets.token_bytes(16)
         self.kv_events = KVEventLog()
-        engine = build_engine(config, self._plan, self._pool.buffer, prefill_only=False)
+        engine = build_engine(config, self._plan, self._pool.buffer, prefill_only=False, followers=self._followers)
         identity = Identity(config.worker_id, self._incarnation, secret, self._plan.layout, self._pool)
         self._receiver = HandoffReceiver(
             identity,
@@ -66,8 +69,11 @@ class DecodeProcess:
             on_fatal=lambda error: self._on_fatal(),
             name=config.worker_id,
         )
-        self._service = DecodeService(self._engine_loop, self._plan.limits, self._incarnation, self._clock)
-        log_load(f"decode worker {config.worker_id}", self._plan)
+        self._grammars = GrammarCompiler(self._plan.model)
+        self._service = DecodeService(
+            self._engine_loop, self._plan.limits, self._grammars, self._incarnation, self._clock
+        )
+        log_load(f"decode worker {config.worker_id}", self._plan, config.device)
 
     @property
     def in_flight(self) -> InFlight:
@@ -120,6 +126,9 @@ class DecodeProcess:
         self._sender.close(timeout_s)
         self._receiver.close(timeout_s)
         self._engine_loop.stop(timeout_s)
+        self._grammars.close()
+        if self._followers is not None:
+            self._followers.close(timeout_s)
         self._network.close()
         self._pool.close()
 

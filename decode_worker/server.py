@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import grpc
@@ -11,7 +11,8 @@ import grpc
 from decode_worker.export import check_export
 from decode_worker.worker import AdmitRequest, CancelRequest, Command, DecodeView, SessionClosed, sequence_id
 from engine.loop import EngineLoop
-from engine.wire import DoorLimits, build_sequence
+from engine.sequence import Sequence
+from engine.wire import DoorLimits, Grammars, build_constraint, build_sequence, has_grammar
 from kvferry_rpc import internal_pb2, internal_pb2_grpc
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
@@ -27,12 +28,18 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
     """Event-loop thread only."""
 
     def __init__(
-        self, engine_loop: EngineLoop[Command, DecodeView], limits: DoorLimits, incarnation: bytes, clock: Clock
+        self,
+        engine_loop: EngineLoop[Command, DecodeView],
+        limits: DoorLimits,
+        grammars: Grammars,
+        incarnation: bytes,
+        clock: Clock,
     ) -> None:
         self.in_flight = InFlight()
         self.draining = False
         self._engine_loop = engine_loop
         self._limits = limits
+        self._grammars = grammars
         self._incarnation = incarnation
         self._clock = clock
         self._session_ids = itertools.count(1)
@@ -99,23 +106,41 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
             if self.draining:
                 raise KvferryError(ErrorCode.UNAVAILABLE, "this decode worker is draining")
             now = self._clock.now()
-            self._engine_loop.submit(
-                AdmitRequest(
-                    session_id=session.session_id,
-                    request_id=admit.request_id,
-                    attempt=admit.attempt,
-                    sequence=build_sequence(
-                        admit, self._limits, sequence_id(session.session_id, admit.request_id, admit.attempt)
-                    ),
-                    local_prefill=admit.local_prefill,
-                    deadline=now + admit.deadline_ms / 1e3,
-                    emit=session.deliver,
-                )
-            )
+            seq_id = sequence_id(session.session_id, admit.request_id, admit.attempt)
+            sequence = build_sequence(admit, self._limits, seq_id)
+            if has_grammar(admit):
+                session.start(admit, self._constrain_and_submit(admit, sequence, session, now))
+            else:
+                self._submit(admit, sequence, session, now)
         except KvferryError as error:
-            session.put(
-                internal_pb2.DecodeEvent(request_id=admit.request_id, attempt=admit.attempt, failed=error.to_proto())
+            session.refuse(admit, error)
+
+    async def _constrain_and_submit(
+        self, admit: internal_pb2.Admit, sequence: Sequence, session: "_Session", now: float
+    ) -> None:
+        """Cancelled when nobody wants the request any more."""
+        constraint = await build_constraint(admit, self._grammars)
+        if isinstance(constraint, KvferryError):
+            session.refuse(admit, constraint)
+            return
+        sequence.constraint = constraint
+        try:
+            self._submit(admit, sequence, session, now)
+        except KvferryError as error:
+            session.refuse(admit, error)
+
+    def _submit(self, admit: internal_pb2.Admit, sequence: Sequence, session: "_Session", now: float) -> None:
+        self._engine_loop.submit(
+            AdmitRequest(
+                session_id=session.session_id,
+                request_id=admit.request_id,
+                attempt=admit.attempt,
+                sequence=sequence,
+                local_prefill=admit.local_prefill,
+                deadline=now + admit.deadline_ms / 1e3,
+                emit=session.deliver,
             )
+        )
 
 
 class _Session:
@@ -130,6 +155,8 @@ class _Session:
         self._loop = loop
         self._in_flight = in_flight
         self._open: set[tuple[str, int]] = set()
+        # Of open requests: those whose grammar is not ready yet.
+        self._starting: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._pending: list[internal_pb2.DecodeEvent] = []
         self._wake = asyncio.Event()
         self._ended = False
@@ -147,6 +174,19 @@ class _Session:
         if (request_id, attempt) in self._open:
             self._open.remove((request_id, attempt))
             self._in_flight.leave()
+            if task := self._starting.pop((request_id, attempt), None):
+                task.cancel()
+
+    def start(self, admit: internal_pb2.Admit, work: Coroutine[Any, Any, None]) -> None:
+        """Run what an open request needs before the engine gets it; cancelled when the request is over before that."""
+        key = (admit.request_id, admit.attempt)
+        task = asyncio.create_task(work, name=f"admit {admit.request_id}")
+        self._starting[key] = task
+        task.add_done_callback(lambda _: self._starting.pop(key, None))
+
+    def refuse(self, admit: internal_pb2.Admit, error: KvferryError) -> None:
+        """Tell the router that a request is not taken."""
+        self.put(internal_pb2.DecodeEvent(request_id=admit.request_id, attempt=admit.attempt, failed=error.to_proto()))
 
     def deliver(self, events: list[internal_pb2.DecodeEvent]) -> None:
         """Queue what one step produced. Any thread."""

@@ -7,7 +7,8 @@ Life of a request here:
 2. A prefill worker fills the blocks. The engine does not look at them (RECEIVING).
 3. `Committed`: every block was verified, nobody can write any more. The router hears of it first; then the sequence
    runs, with the first token that the prefill worker sampled.
-4. Each step gives each running sequence one token. The tokens of a step leave in one message a session.
+4. Each step gives each running sequence a token, or several where guesses were right. The tokens of a step leave in
+   one message a session.
 5. Finished: the blocks go back (full ones stay in the prefix cache), the router gets this half of the receipt.
 
 With `local_prefill` there is no ticket: the prompt is computed here, and 4 follows. What stays in the prefix cache can
@@ -236,7 +237,7 @@ class DecodeWorker:
     # ---- one step: schedule, run, publish ------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One token for each running sequence, and a chunk of what is computed here."""
+        """A token or more for each running sequence, and a chunk of what is computed here."""
         schedule = self._engine.schedule()
         if not schedule:
             return False
@@ -255,9 +256,10 @@ class DecodeWorker:
     def _on_output(self, output: SequenceOutput) -> None:
         seq = output.seq
         job = self._jobs[seq.seq_id]
-        if output.sample is not None:
-            token = token_output(seq.num_output_tokens - 1, output.sample)
-            self._emit(job, tokens=internal_pb2.Tokens(tokens=[token]))
+        if output.samples:
+            first = seq.num_output_tokens - len(output.samples)
+            tokens = [token_output(index, sample) for index, sample in enumerate(output.samples, first)]
+            self._emit(job, tokens=internal_pb2.Tokens(tokens=tokens))
         if output.finish_reason is None:
             return
         del self._jobs[seq.seq_id]

@@ -4,23 +4,25 @@ rows:        | a | b | c c c c c | d d |        single-token rows first, shortes
 query_start:   0   1   2           7     9      row i owns [query_start[i], query_start[i + 1])
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """What one sequence adds to a step: `token_ids` at positions start, start + 1, ...; its whole block table;
-    and whether the logits after its last token are wanted."""
+class BatchRow(NamedTuple):
+    """What one sequence adds to a step: `token_ids` at positions start, start + 1, ...; its whole block table (an
+    array of type "i" is taken over fastest); and after how many of its last tokens the logits are wanted."""
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
-    wants_logits: bool = True
+    wants_logits: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,10 +41,10 @@ class Batch:
     block_tables: Tensor  # int32 [S, most blocks a row's context needs]; short rows repeat their first block
     context_lens: Tensor  # int32 [S], start + tokens of the row
     query_start: Tensor  # int32 [S + 1]
-    logits_rows: Tensor  # int64 [R], the token index of each wanted row's last token
+    logits_rows: Tensor  # int64 [R], indices of the tokens behind which logits are wanted, ascending
     opened_blocks: Tensor  # int64 [N], blocks whose first slot is written by this step and whose last is not
     row_order: tuple[int, ...]
-    logits_order: tuple[int, ...]  # entry j belongs to the row that was given as number logits_order[j]
+    logits_order: tuple[int, ...]  # logits j belong to the row that was given as number logits_order[j]
     starts: tuple[int, ...]  # per row, as Python numbers: no tensor has to be read back to plan a step
     query_lens: tuple[int, ...]
     num_single_rows: int
@@ -59,58 +61,87 @@ class Batch:
 
 
 def build_batch(rows: Sequence[BatchRow], block_size: int) -> Batch:
-    """Lay out one step. Raises ValueError for a row without tokens or with a block table that is too short."""
+    """Lay out one step. Raises ValueError for a row without tokens, with a block table that is too short, or that
+    wants more logits than it has tokens."""
     if not rows:
         raise ValueError("a batch needs at least one row")
     for row in rows:
-        if not row.token_ids or len(row.block_table) * block_size < row.start + len(row.token_ids):
-            raise ValueError(
-                f"a row with {len(row.token_ids)} tokens from {row.start} has {len(row.block_table)} blocks"
-            )
-    order = sorted(range(len(rows)), key=lambda i: (len(rows[i].token_ids) > 1, rows[i].start))
+        _check(row, block_size)
+    # Single tokens first, shortest context first; rows that are equal in this stay in the order given.
+    keys = [(len(row.token_ids) > 1, row.start) for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
     ordered = [rows[i] for i in order]
-    query_lens = tuple(len(row.token_ids) for row in ordered)
-    query_start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    positions = np.concatenate([np.arange(row.start, row.start + len(row.token_ids)) for row in ordered])
-    tables = _pad_tables(ordered, block_size)
-    row_of_token = np.repeat(np.arange(len(rows)), query_lens)
-    slot_blocks = tables[row_of_token, positions // block_size].astype(np.int64)
-    slot_offsets = positions % block_size
-    wanted = [i for i, row in enumerate(ordered) if row.wants_logits]
+    starts = [row.start for row in ordered]
+    lens = [len(row.token_ids) for row in ordered]
+    ends = [start + length for start, length in zip(starts, lens, strict=True)]
+    query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(lens, out=query_start[1:])
+    token_ids = np.array([token for row in ordered for token in row.token_ids], dtype=np.int64)
+    positions, rows_of_tokens = np.array(starts), np.arange(len(rows))
+    if len(token_ids) > len(rows):
+        # Row i's tokens are at query_start[i] + 0, 1, ... of the batch and at starts[i] + 0, 1, ... of their sequence.
+        positions = np.arange(len(token_ids)) + np.repeat(positions - query_start[:-1], lens)
+        rows_of_tokens = np.repeat(rows_of_tokens, lens)
+    tables = _pad_tables([row.block_table for row in ordered], [-(-end // block_size) for end in ends])
+    block_indices, slot_offsets = np.divmod(positions, block_size)
+    slot_blocks = tables[rows_of_tokens, block_indices].astype(np.int64)
+    wanted = [i for i, row in zip(order, ordered, strict=True) for _ in range(row.wants_logits)]
+    after = query_start[1:].tolist()
     return Batch(
-        token_ids=torch.from_numpy(np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in ordered])),
+        token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions),
         slot_mapping=torch.from_numpy(slot_blocks * block_size + slot_offsets),
         slot_blocks=torch.from_numpy(slot_blocks),
         slot_offsets=torch.from_numpy(slot_offsets),
         block_tables=torch.from_numpy(tables),
-        context_lens=torch.tensor([row.start + len(row.token_ids) for row in ordered], dtype=torch.int32),
+        context_lens=torch.from_numpy(np.array(ends, dtype=np.int32)),
         query_start=torch.from_numpy(query_start),
-        logits_rows=torch.from_numpy(query_start[1:][wanted].astype(np.int64) - 1),
-        opened_blocks=torch.tensor(_opened_blocks(ordered, block_size), dtype=torch.int64),
+        logits_rows=torch.from_numpy(
+            np.array(
+                [
+                    token
+                    for row, end in zip(ordered, after, strict=True)
+                    for token in range(end - row.wants_logits, end)
+                ],
+                dtype=np.int64,
+            )
+        ),
+        opened_blocks=torch.from_numpy(_opened_blocks(ordered, ends, block_size)),
         row_order=tuple(order),
-        logits_order=tuple(order[i] for i in wanted),
-        starts=tuple(row.start for row in ordered),
-        query_lens=query_lens,
-        num_single_rows=sum(1 for length in query_lens if length == 1),
+        logits_order=tuple(wanted),
+        starts=tuple(starts),
+        query_lens=tuple(lens),
+        num_single_rows=lens.count(1),
     )
 
 
-def _pad_tables(rows: Sequence[BatchRow], block_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """int32 [S, most blocks]. The padding repeats the row's own first block: reading it is always harmless."""
-    needed = [-(-(row.start + len(row.token_ids)) // block_size) for row in rows]
-    tables = np.empty((len(rows), max(needed)), dtype=np.int32)
-    for table, row, num_blocks in zip(tables, rows, needed, strict=True):
-        table[:num_blocks] = row.block_table[:num_blocks]
-        table[num_blocks:] = row.block_table[0]
-    return tables
+def _check(row: BatchRow, block_size: int) -> None:
+    token_ids, start, block_table, wants_logits = row
+    num_tokens = len(token_ids)
+    if not num_tokens or len(block_table) * block_size < start + num_tokens:
+        raise ValueError(f"a row with {num_tokens} tokens from {start} has {len(block_table)} blocks")
+    if not 0 <= wants_logits <= num_tokens:
+        raise ValueError(f"a row with {num_tokens} tokens cannot have {wants_logits} logits")
 
 
-def _opened_blocks(rows: Sequence[BatchRow], block_size: int) -> list[int]:
+def _pad_tables(block_tables: Sequence[Sequence[int]], num_blocks: Sequence[int]) -> NDArray[np.int32]:
+    """int32 [S, most blocks], row i cut to num_blocks[i]. The padding repeats the row's own first block: reading it is
+    always harmless."""
+    width = max(num_blocks)
+    # Arrays of machine numbers are joined without a look at each block id.
+    joined = array("i")
+    for table, count in zip(block_tables, num_blocks, strict=True):
+        block_ids = table if isinstance(table, array) else array("i", table)
+        joined += block_ids[:count]
+        if count < width:
+            joined += block_ids[:1] * (width - count)
+    return np.frombuffer(joined, dtype=np.int32).reshape(len(block_tables), width)
+
+
+def _opened_blocks(rows: Sequence[BatchRow], ends: Sequence[int], block_size: int) -> NDArray[np.int64]:
     opened = []
-    for row in rows:
-        end = row.start + len(row.token_ids)
-        last = end // block_size
-        if end % block_size and row.start <= last * block_size:
+    for row, end in zip(rows, ends, strict=True):
+        last, num_filled = divmod(end, block_size)
+        if num_filled and row.start <= last * block_size:
             opened.append(row.block_table[last])
-    return opened
+    return np.array(opened, dtype=np.int64)

@@ -17,9 +17,9 @@ Life of a sequence:
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from engine.model_runner import LayerHook, ModelRunner, RowResult
-from engine.prefix_holds import PrefixHolds
-from engine.scheduler import Schedule, Scheduler, SchedulerConfig
+from engine.model_runner import LayerHook, RowResult, Runner
+from engine.prefix_holds import PoolCopies, PrefixHolds
+from engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from engine.sequence import FinishReason, Sequence, SequenceStatus, TokenSample
 from kv_cache.block_hash import BlockHasher
 from kv_cache.block_manager import Allocation, BlockManager, IntegrityError, PoolUsage
@@ -29,13 +29,14 @@ from runtime.errors import KvferryError, invalid
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one step did for one sequence: a token, an end, or both.
+    """What one step did for one sequence: tokens (several where guesses were right), an end, or both.
 
-    `finish_reason` None = it goes on. `error` is set exactly when the reason is FAILED; `sample` is None then.
+    `finish_reason` None = it goes on. `error` is set exactly when the reason is FAILED; `samples` is empty then, and
+    only then.
     """
 
     seq: Sequence
-    sample: TokenSample | None
+    samples: tuple[TokenSample, ...]
     finish_reason: FinishReason | None = None
     error: KvferryError | None = None
 
@@ -53,16 +54,25 @@ class EngineLoad:
     preemptions: int
     prompt_tokens_computed: int  # counted once each: what a preemption makes compute again is left out
     tokens_generated: int
+    drafted_tokens: int = 0  # guessed ahead and computed
+    accepted_tokens: int = 0  # of those: right, and part of a text
 
 
 class Engine:
     """Scheduler, pool and model of one worker. Not thread-safe: EngineLoop gives it an owner thread."""
 
     def __init__(
-        self, config: SchedulerConfig, block_manager: BlockManager, hasher: BlockHasher, runner: ModelRunner
+        self,
+        config: SchedulerConfig,
+        block_manager: BlockManager,
+        hasher: BlockHasher,
+        runner: Runner,
+        copies: PoolCopies | None = None,
     ) -> None:
+        """`copies`: between the runner's pool and the one that hand-offs see; None where these are one."""
         self.block_manager = block_manager
-        self.prefix_holds = PrefixHolds(block_manager, hasher)
+        self.prefix_holds = PrefixHolds(block_manager, hasher, copies)
+        self._copies = copies
         self._config = config
         self._scheduler = Scheduler(config, block_manager, hasher)
         self._runner = runner
@@ -72,6 +82,8 @@ class Engine:
         self._steps = 0
         self._prompt_tokens_computed = 0
         self._tokens_generated = 0
+        self._drafted_tokens = 0
+        self._accepted_tokens = 0
 
     # ---- sequences in --------------------------------------------------------------------------------------------
 
@@ -113,8 +125,13 @@ class Engine:
             return None
         if num_computed_tokens != seq.num_tokens:
             raise ValueError(f"{seq.seq_id}: KV of {num_computed_tokens} tokens received, {seq.num_tokens} expected")
+        if self._copies is not None:
+            self._copies.to_device(seq.block_table[seq.num_stored_blocks :])
         self._scheduler.admit_received(seq, num_computed_tokens)
-        return self._append(seq, first)
+        output = self._append(seq, (first,))
+        if output.finish_reason is not None:
+            self._end(seq, output.finish_reason)
+        return output
 
     # ---- sequences out -------------------------------------------------------------------------------------------
 
@@ -173,14 +190,18 @@ class Engine:
         during the step are not reported.
         """
         self._step_open = False
-        live = [item for item in schedule.items if self._sequences.get(item.seq.seq_id) is item.seq]
-        failed = {item.seq.seq_id for item in live if isinstance(result.get(item.seq.seq_id), KvferryError)}
-        before = sum(item.seq.arrival_tokens_computed for item in live)
-        # What a failed sequence computed is not trusted, so it does not enter the prefix cache.
-        self._scheduler.complete(item for item in live if item.seq.seq_id not in failed)
-        self._prompt_tokens_computed += sum(item.seq.arrival_tokens_computed for item in live) - before
         self._steps += bool(schedule)
-        return [self._apply(item.seq, result[item.seq.seq_id]) for item in live if item.seq.seq_id in result]
+        outputs = []
+        for item in schedule.items:
+            # Cancelled during the step, and maybe followed by a namesake: nobody wants what was computed.
+            if self._sequences.get(item.seq.seq_id) is item.seq:
+                output = self._apply(item, result.get(item.seq.seq_id))
+                if output is not None:
+                    outputs.append(output)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._end(output.seq, output.finish_reason)
+        return outputs
 
     # ---- views ---------------------------------------------------------------------------------------------------
 
@@ -225,6 +246,8 @@ class Engine:
             preemptions=scheduler.preemptions,
             prompt_tokens_computed=self._prompt_tokens_computed,
             tokens_generated=self._tokens_generated,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -266,20 +289,44 @@ class Engine:
                 field="prompt",
             )
 
-    def _apply(self, seq: Sequence, result: RowResult) -> SequenceOutput:
-        if isinstance(result, TokenSample):
-            return self._append(seq, result)
-        self._end(seq, FinishReason.FAILED)
-        return SequenceOutput(seq, None, FinishReason.FAILED, result)
+    def _apply(self, item: ScheduledSequence, result: RowResult | None) -> SequenceOutput | None:
+        """Append and count what a step gave one sequence; None = its last token was not reached."""
+        seq = item.seq
+        if isinstance(result, KvferryError):
+            # What a failed sequence computed is not trusted, so it does not enter the prefix cache.
+            return SequenceOutput(seq, (), FinishReason.FAILED, result)
+        num_new_tokens = item.num_new_tokens - len(item.draft_token_ids)
+        output = None
+        if result is not None:
+            output = self._append(seq, result)
+            # Each token but the last was guessed before it was sampled, so its KV is in the pool too.
+            num_right = len(output.samples) - 1
+            num_new_tokens += num_right
+            if item.draft_token_ids:
+                self._count_draft(seq, len(item.draft_token_ids), num_right)
+        before = seq.arrival_tokens_computed
+        self._scheduler.complete(seq, num_new_tokens)
+        self._prompt_tokens_computed += seq.arrival_tokens_computed - before
+        return output
 
-    def _append(self, seq: Sequence, sample: TokenSample) -> SequenceOutput:
-        reason = seq.append_token(sample)
-        self._tokens_generated += 1
+    def _append(self, seq: Sequence, samples: tuple[TokenSample, ...]) -> SequenceOutput:
+        """Append samples up to the one that ends the sequence; what would follow an end is dropped."""
+        reason = None
+        for count, sample in enumerate(samples, 1):
+            reason = seq.append_token(sample)
+            if reason is not None:
+                samples = samples[:count]
+                break
+        self._tokens_generated += len(samples)
         if self._config.prefill_only:
             reason = reason or FinishReason.LENGTH
-        if reason is not None:
-            self._end(seq, reason)
-        return SequenceOutput(seq, sample, reason)
+        return SequenceOutput(seq, samples, reason)
+
+    def _count_draft(self, seq: Sequence, num_drafted: int, num_right: int) -> None:
+        self._drafted_tokens += num_drafted
+        self._accepted_tokens += num_right
+        if seq.drafter is not None:
+            seq.drafter.learn(num_drafted, num_right)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         """The step ended the sequence. On a prefill worker a sender may still read its blocks: they stay."""

@@ -7,7 +7,9 @@ preemption took away). A step takes, within the token budget:
    youngest running sequence is preempted;
 2. further chunks of running sequences, oldest first;
 3. new sequences in order of arrival, preempted ones first. Blocks for all their tokens are allocated at once, so a
-   prompt never waits half-way for blocks.
+   prompt never waits half-way for blocks;
+4. with what is left, guesses of decoding sequences, oldest first (`engine.speculation`). They take free blocks only:
+   for a guess nobody is preempted and nothing cached is evicted. What a wrong guess took goes back with the step.
 
 The oldest running sequence is never preempted for another, so something always finishes: no livelock.
 
@@ -16,11 +18,15 @@ held sequence keeps its place in the order, and its blocks if it has any, but no
 """
 
 import math
+from array import array
 from bisect import insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.sequence import Sequence, SequenceStatus
+from engine.speculation import Drafter
 from kv_cache.block_hash import BlockHasher
 from kv_cache.block_manager import Allocation, BlockManager
 
@@ -32,6 +38,7 @@ class SchedulerConfig:
     `prefill_only`: sequences leave after their first token, so nothing grows and no headroom is kept.
     `headroom`: share of the pool kept free for growth when a sequence is admitted beside running ones; at least
     one block for each of those is kept free too.
+    `speculative_tokens`: most tokens that a decoding sequence guesses ahead in one step; 0 = it never does.
     """
 
     token_budget: int
@@ -39,8 +46,11 @@ class SchedulerConfig:
     max_waiting: int
     prefill_only: bool = False
     headroom: float = 0.01
+    speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
+        if self.speculative_tokens < 0 or (self.prefill_only and self.speculative_tokens):
+            raise ValueError("speculative_tokens must not be negative, and 0 where nothing is decoded")
         if min(self.max_num_seqs, self.max_waiting) < 1:
             raise ValueError("max_num_seqs and max_waiting must be at least 1")
         if self.token_budget < self.max_num_seqs:
@@ -52,16 +62,19 @@ class SchedulerConfig:
             raise ValueError(f"headroom must be in [0, 1), not {self.headroom}")
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """`num_new_tokens` tokens of `seq` from position `start` on. `block_table` covers them and all before them.
-    `samples`: the last of them is the last of the sequence, so a token is sampled after it."""
+class ScheduledSequence(NamedTuple):
+    """`num_new_tokens` tokens from position `start` on: of `seq`, then `draft_token_ids`, guesses of what follows.
+
+    `block_table` covers them and all before them; it is the live one, so it is good until the step is published.
+    `samples`: they reach the last token of the sequence, so a token is sampled after it, and after each right guess.
+    """
 
     seq: Sequence
     start: int
     num_new_tokens: int
     samples: bool
-    block_table: tuple[int, ...]
+    block_table: SequenceOf[int]
+    draft_token_ids: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -169,8 +182,10 @@ class Scheduler:
         `held`: ids of sequences that this step must leave alone, in whatever state.
         """
         ready, preempted = self._grow_running(held)
-        decoding = [seq for seq in ready if seq.num_tokens_to_compute == 1]
-        computing = [seq for seq in ready if seq.num_tokens_to_compute > 1]
+        decoding: list[Sequence] = []
+        computing: list[Sequence] = []
+        for seq in ready:
+            (decoding if seq.num_tokens_to_compute == 1 else computing).append(seq)
         items: list[ScheduledSequence] = []
         budget = self.config.token_budget
         # Those that come back from being held may be more than there are slots: the youngest wait for a later step.
@@ -181,13 +196,23 @@ class Scheduler:
             if admitted is None:
                 break
             budget -= self._take(admitted, budget, items)
+        if self.config.speculative_tokens and budget > 0:
+            self._add_drafts(items, budget)
         return Schedule(tuple(items), tuple(preempted))
 
-    def complete(self, items: Iterable[ScheduledSequence]) -> None:
-        """The KV of these items is in the pool: count it, and offer blocks that became full to the prefix cache."""
-        for item in items:
-            item.seq.advance(item.num_new_tokens)
-            self._store_full_blocks(item.seq)
+    def complete(self, seq: Sequence, num_new_tokens: int) -> None:
+        """The KV of the next `num_new_tokens` tokens of `seq` is in the pool: count it, and offer blocks that became
+        full to the prefix cache.
+
+        Call it after right guesses were appended. What the step wrote behind these tokens, for wrong ones, counts as
+        nothing: it is never in a stored block, later tokens overwrite it, and blocks that were taken for it go back.
+        """
+        seq.advance(num_new_tokens)
+        self._store_full_blocks(seq)
+        num_blocks = self._blocks_for(seq.num_tokens)
+        if num_blocks < len(seq.block_table):
+            self._block_manager.trim(seq.seq_id, seq.num_tokens)
+            del seq.block_table[num_blocks:]
 
     def _grow_running(self, held: Collection[str]) -> tuple[list[Sequence], list[Sequence]]:
         """Make room for the next token of running sequences, oldest first. Returns (can compute, preempted)."""
@@ -195,7 +220,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         for seq in self.running:
             while seq.status is SequenceStatus.RUNNING and seq.seq_id not in held:
-                if self._block_manager.append(seq.seq_id, seq.num_tokens):
+                if self._grow(seq, seq.num_tokens):
                     ready.append(seq)
                     break
                 if self._running == [seq]:
@@ -204,6 +229,39 @@ class Scheduler:
                     break
                 preempted.append(self._preempt_youngest())
         return ready, preempted
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Blocks for that many tokens. False = there are too few now, nothing changed."""
+        known = len(seq.block_table)
+        if num_tokens > known * self._block_size:
+            if not self._block_manager.append(seq.seq_id, num_tokens):
+                return False
+            seq.block_table.extend(self._block_manager.block_table(seq.seq_id)[known:])
+        return True
+
+    def _add_drafts(self, items: list[ScheduledSequence], budget: int) -> None:
+        """Let sequences that decode guess ahead, within `budget` tokens for all of them."""
+        decoding = [i for i, item in enumerate(items) if item.samples and item.num_new_tokens == 1]
+        for i in decoding:
+            seq = items[i].seq
+            # The last token that the sequence may have is sampled, so it need not be guessed.
+            most = min(self.config.speculative_tokens, budget, seq.max_total_tokens - seq.num_tokens - 1)
+            if most < 1:
+                continue
+            seq.drafter = seq.drafter or Drafter()
+            draft = seq.drafter.propose(seq.token_ids, most, len(decoding))
+            draft = draft[: self._room_for_guesses(seq, len(draft))]
+            if draft:
+                items[i] = items[i]._replace(num_new_tokens=1 + len(draft), draft_token_ids=tuple(draft))
+                budget -= len(draft)
+
+    def _room_for_guesses(self, seq: Sequence, num_guesses: int) -> int:
+        """How many guesses have a slot behind the sequence's last token, blocks that are free included."""
+        missing = self._blocks_for(seq.num_tokens + num_guesses) - len(seq.block_table)
+        if missing > 0:
+            num_blocks = len(seq.block_table) + min(missing, self._block_manager.num_free)
+            self._grow(seq, num_blocks * self._block_size)
+        return len(seq.block_table) * self._block_size - seq.num_tokens
 
     def _preempt_youngest(self) -> Sequence:
         victim = self._running.pop()
@@ -242,6 +300,7 @@ class Scheduler:
                 seq.num_cached_tokens = num_valid_tokens
             seq.start_computing(num_valid_tokens)
             seq.num_stored_blocks = allocation.cached_blocks
+            seq.block_table = array("i", allocation.block_table)
         return allocation
 
     def _headroom_blocks(self) -> int:
@@ -259,13 +318,14 @@ class Scheduler:
             aligned = end // self._block_size * self._block_size
             end = aligned if aligned > start else end
         if end > start:
-            table = tuple(self._block_manager.block_table(seq.seq_id))
-            items.append(ScheduledSequence(seq, start, end - start, end == seq.num_tokens, table))
+            items.append(ScheduledSequence(seq, start, end - start, end == seq.num_tokens, seq.block_table))
         return end - start
 
     def _store_full_blocks(self, seq: Sequence) -> None:
-        seq.extend_hashes(self._hasher)
         size = self._block_size
+        if seq.num_computed_tokens < (seq.num_stored_blocks + 1) * size:
+            return
+        seq.extend_hashes(self._hasher)
         for index in range(seq.num_stored_blocks, seq.num_computed_tokens // size):
             tokens = seq.token_ids[index * size : (index + 1) * size]
             self._block_manager.store(seq.seq_id, index, seq.block_hashes[index], tokens)

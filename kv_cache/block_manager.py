@@ -1,9 +1,9 @@
 """Sequences and their block tables over one pool with a prefix cache.
 
 Life of a sequence: `allocate` pins the longest cached prefix and takes fresh blocks for the rest, `append` grows the
-table, `store` names each block whose KV is complete so that others can match it, and exactly one of `free` and
-`quarantine` ends it. A call that cannot be met now returns None or False and has changed nothing; a call that makes no
-sense (unknown sequence, second free) raises, because it means that the caller has lost track.
+table (`trim` takes back), `store` names each block whose KV is complete so that others can match it, and exactly one of
+`free` and `quarantine` ends it. A call that cannot be met now returns None or False and has changed nothing; a call
+that makes no sense (unknown sequence, second free) raises, because it means that the caller has lost track.
 
     block_table(seq)   [ 7 ][ 2 ][ 9 ][ 4 ]    slot of token t = table[t // block_size] * block_size + t % block_size
                          |    |    |    +- last block, partly filled: never indexed
@@ -147,7 +147,7 @@ class BlockManager:
         return Allocation(len(cached), tuple(table))
 
     def append(self, seq_id: str, num_tokens_total: int) -> bool:
-        """Grow the table until it covers that many tokens; it never shrinks.
+        """Grow the table until it covers that many tokens; only `trim` makes it shorter.
 
         False, with nothing changed, when the pool has too few blocks now. Raises UnknownSequenceError.
         """
@@ -160,8 +160,21 @@ class BlockManager:
         table.extend(self._pool.take(missing))
         return True
 
+    def trim(self, seq_id: str, num_tokens_total: int) -> None:
+        """Give back the blocks behind that many tokens: what is in them does not count, and nobody was shown it.
+
+        Raises UnknownSequenceError, and BlockStateError when one of them is stored or shared: somebody counts on it.
+        """
+        table = self._table(seq_id)
+        spare = table[self._blocks_for(num_tokens_total) :]
+        for block in spare:
+            if self._index.entry_at[block] is not None or self._pool.is_shared(block):
+                raise BlockStateError(f"block {block} of sequence {seq_id!r} is stored or shared: it cannot be trimmed")
+        self._pool.drop(spare)
+        del table[len(table) - len(spare) :]
+
     def block_table(self, seq_id: str) -> list[int]:
-        """The live table: it grows with `append`, and nobody else may change it. Raises UnknownSequenceError."""
+        """The live table: `append` and `trim` change it, and nobody else may. Raises UnknownSequenceError."""
         return self._table(seq_id)
 
     def store(self, seq_id: str, block_index: int, block_hash: BlockHash, tokens: Sequence[int]) -> bool:
@@ -266,6 +279,11 @@ class BlockManager:
     def can_allocate(self, num_blocks: int) -> bool:
         """Whether that many fresh blocks can be taken now, evicting cached ones if need be."""
         return num_blocks <= self._pool.num_available
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken without evicting a cached one."""
+        return len(self._pool.free_list)
 
     def usage(self) -> PoolUsage:
         """Blocks by state, now. A frozen value; may be handed to other threads."""

@@ -42,6 +42,9 @@ class ClusterSpec:
     num_blocks: int | None = None
     token_budget: int | None = None
     max_num_seqs: int | None = None
+    kv_cache_dtype: str | None = None
+    tensor_parallel: int | None = None
+    speculative_tokens: int | None = None
     strict_handoff: bool = False
     require_transport: tuple[str, ...] = ()
     reuse_decode_kv: bool | None = None
@@ -57,6 +60,10 @@ class ClusterSpec:
             raise ValueError("a cluster needs --decode 1 or more and --prefill 0 or more")
         if self.num_decode + self.num_prefill > 64:
             raise ValueError("--prefill and --decode must not exceed 64 processes together on one host")
+        if self.tensor_parallel is not None and not 1 <= self.tensor_parallel <= 64:
+            raise ValueError("--tensor-parallel must be 1 to 64")
+        if self.speculative_tokens is not None and not 0 <= self.speculative_tokens <= 64:
+            raise ValueError("--speculative-tokens must be 0 to 64")
         self._check_transfer()
         for flag, port in (("--http-port", self.http_port), ("--grpc-port", self.grpc_port)):
             if not 0 <= port <= 65535:
@@ -112,6 +119,8 @@ class ClusterSpec:
             "num_blocks": self.num_blocks,
             "token_budget": self.token_budget,
             "max_num_seqs": self.max_num_seqs,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "tensor_parallel": self.tensor_parallel,
             "transports": None if self.transports == (AUTO,) else ",".join(self.transports),
             "forbid_transports": ",".join(self.forbid_transports) or None,
             "max_backlog_mb": self.max_backlog_mb,
@@ -119,6 +128,8 @@ class ClusterSpec:
         }
         if prefill:  # The one that sends prompts decides what travels.
             flags["kv_wire_dtype"] = self.kv_wire_dtype or None
+        else:
+            flags["speculative_tokens"] = self.speculative_tokens
         command = self.commands.prefill if prefill else self.commands.decode
         return (*command, *_flags(flags), "--exit-on-stdin-close")
 

@@ -81,9 +81,17 @@ def one_process(model: str, cache_dir: Path, cases: Sequence[ReferenceCase]) -> 
         while engine.has_work:
             schedule = engine.schedule()
             outputs = engine.publish(schedule, engine.run(schedule))
-            logprobs += [output.sample.logprob or 0.0 for output in outputs if output.sample is not None]
+            logprobs += [sample.logprob or 0.0 for output in outputs for sample in output.samples]
         answers.append(ReferenceAnswer(list(sequence.output_token_ids), logprobs))
     return answers
+
+
+def split_sizes(model: str) -> tuple[int, ...]:
+    """Numbers of processes that the model of a prepared directory can be split over, ascending from 1."""
+    from engine.parallel.shard import possible_sizes
+    from engine.prepared_model import open_prepared
+
+    return possible_sizes(open_prepared(Path(model)).shape)
 
 
 def transformers_greedy(model: str, cases: Sequence[ReferenceCase]) -> list[ReferenceAnswer]:

@@ -2,8 +2,9 @@
 
 1. Prompts are read and tokenised as the router does.
 2. The two references run, once, each in a process of its own.
-3. For each variant of the cluster (block sizes, transport, chunking, a pool small enough to preempt, fewer bits on the
-   wire) and each way of sampling, a fresh cluster answers all prompts twice: with a cold and with a warm prefix cache.
+3. For each variant of the cluster (block sizes, transport, chunking, a pool small enough to preempt, workers of several
+   processes, guesses ahead, fewer bits on the wire) and each way of sampling, a fresh cluster answers all prompts
+   twice: with a cold and with a warm prefix cache.
 4. Every answer is compared with its reference, and every receipt must prove its hand-off. Where the wire loses bits the
    text may differ: then the share of equal tokens and the error of their log probabilities are the result.
 """
@@ -50,6 +51,8 @@ class Variant:
     must_preempt: bool = False
     decode_block_size: int | None = None
     wire_dtype: WireDtype = ""
+    tensor_parallel: int = 1
+    speculative_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +118,13 @@ def prompt_lengths(options: VerifyOptions) -> list[int]:
     return [len(tokenizer.encode(text)) for text in options.texts]
 
 
-def standard_variants(prompt_tokens: Sequence[int], max_tokens: int) -> tuple[Variant, ...]:
+def standard_variants(
+    prompt_tokens: Sequence[int], max_tokens: int, split_sizes: Sequence[int] = (1,)
+) -> tuple[Variant, ...]:
     """Block sizes, equal and unequal, over the transports that are installed; small chunks; a pool that cannot hold
-    what runs at once; and fewer bits on the wire."""
+    what runs at once; workers of several processes, the fewest of `split_sizes` beyond 1; decode workers that
+    guess ahead; and fewer bits on the wire.
+    """
     # The longest prompt must fit alone, and two running sequences together with it must not.
     longest = max(prompt_tokens) + max_tokens
     tight = -(-longest // 16) + 1
@@ -132,6 +139,8 @@ def standard_variants(prompt_tokens: Sequence[int], max_tokens: int) -> tuple[Va
         Variant("block 32 to 16, tcp", "tcp", block_size=32, decode_block_size=16),
         Variant("chunks of 64, shm", "shm", token_budget=64),
         Variant("small pool, shm", "shm", num_blocks=tight, must_preempt=True),
+        *(Variant(f"tensor parallel {size}, shm", "shm", tensor_parallel=size) for size in split_sizes[1:2]),
+        Variant("speculation, shm", "shm", speculative_tokens=6),
         Variant("int8 on the wire, tcp", "tcp", wire_dtype="int8"),
         Variant("fp8 on the wire, tcp", "tcp", wire_dtype="fp8_e4m3"),
     )
@@ -169,17 +178,21 @@ async def _verify_variant(
     references: dict[str, list[ReferenceAnswer]],
     say: Callable[[str], None],
 ) -> AsyncIterator[Row]:
-    preempted = 0
+    preempted = accepted = 0
     for sampling in options.samplings:
         cases = sampled if sampling == "sampled" else greedy
         async with _cluster(options, variant, say) as address:
             for cache in ("cold", "warm"):
-                answers, preemptions = await _ask_all(address, options, cases)
+                answers, workers = await _ask_all(address, options, cases)
                 notes = _check_receipts(answers, variant)
-                preempted += preemptions
+                preempted += sum(worker.preemptions for worker in workers)
+                accepted += sum(worker.accepted_tokens for worker in workers)
                 # Who meets whom in the pool is a matter of timing, so this is asked of the variant as a whole.
-                if variant.must_preempt and (sampling, cache) == (options.samplings[-1], "warm") and not preempted:
-                    notes.append("nothing was preempted in any pass")
+                if (sampling, cache) == (options.samplings[-1], "warm"):
+                    if variant.must_preempt and not preempted:
+                        notes.append("nothing was preempted in any pass")
+                    if variant.speculative_tokens and not accepted:
+                        notes.append("no guess was right in any pass")
                 names = ["one process, sampled"] if sampling == "sampled" else ["one process"]
                 if sampling == "greedy" and options.with_transformers:
                     names.insert(0, "transformers")
@@ -201,6 +214,8 @@ async def _cluster(options: VerifyOptions, variant: Variant, say: Callable[[str]
         kv_wire_dtype=variant.wire_dtype,
         token_budget=variant.token_budget,
         num_blocks=variant.num_blocks,
+        tensor_parallel=variant.tensor_parallel,
+        speculative_tokens=variant.speculative_tokens,
         restart=False,
     )
 
@@ -216,8 +231,10 @@ async def _cluster(options: VerifyOptions, variant: Variant, say: Callable[[str]
         await cluster.stop()
 
 
-async def _ask_all(address: str, options: VerifyOptions, cases: Sequence[ReferenceCase]) -> tuple[list[_Answer], int]:
-    """Answers in order, and how many sequences the workers have preempted so far."""
+async def _ask_all(
+    address: str, options: VerifyOptions, cases: Sequence[ReferenceCase]
+) -> tuple[list[_Answer], Sequence[public_pb2.WorkerState]]:
+    """Answers in order, and the workers after the last of them."""
     async with channel(address) as connection:
         stub = public_pb2_grpc.KvferryStub(connection)
         gate = asyncio.Semaphore(options.concurrency)
@@ -230,7 +247,7 @@ async def _ask_all(address: str, options: VerifyOptions, cases: Sequence[Referen
         # Load reports are a quarter of a second apart: the state must be newer than the last answer.
         await asyncio.sleep(1.0)
         state = await stub.ClusterState(public_pb2.ClusterStateRequest(), timeout=10)
-        return list(answers), sum(worker.preemptions for worker in state.workers)
+        return list(answers), state.workers
 
 
 async def _ask(stub: "public_pb2_grpc.KvferryAsyncStub", text: str, case: ReferenceCase) -> _Answer:

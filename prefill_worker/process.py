@@ -3,7 +3,8 @@
 import secrets
 from collections.abc import Callable
 
-from engine.build import build_engine, log_load, plan_engine
+from engine.build import build_engine, log_load, plan_engine, start_followers
+from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
 from engine.wire import load_report
 from kv_transfer.events import SendEvent, Sent
@@ -37,10 +38,12 @@ class PrefillProcess:
         self._network = config.network(config.host)
         self._transports = tuple(self._network.transports)
         self._plan = plan_engine(config, available_bytes=available_memory_bytes())
-        self._pool = MemoryRegion.allocate(self._plan.pool_bytes, shared="shm" in self._transports)
+        shared = "shm" in self._transports or config.tensor_parallel > 1
+        self._pool = MemoryRegion.allocate(self._plan.pool_bytes, shared=shared)
+        self._followers = start_followers(config, self._plan, self._pool.file)
         self._incarnation = secrets.token_bytes(16)
         self.kv_events = KVEventLog()
-        engine = build_engine(config, self._plan, self._pool.buffer, prefill_only=True)
+        engine = build_engine(config, self._plan, self._pool.buffer, prefill_only=True, followers=self._followers)
         layout = self._plan.layout
         identity = Identity(config.worker_id, self._incarnation, secret, layout, self._pool)
         self._sender = HandoffSender(
@@ -75,8 +78,9 @@ class PrefillProcess:
         )
         # What decode workers hold was made of fewer bits then: this cache stays exact.
         pulls = config.wire_dtype is None
-        self._service = PrefillService(self._engine_loop, self._plan.limits, self._clock, pulls=pulls)
-        log_load(f"prefill worker {config.worker_id}", self._plan)
+        self._grammars = GrammarCompiler(self._plan.model)
+        self._service = PrefillService(self._engine_loop, self._plan.limits, self._grammars, self._clock, pulls=pulls)
+        log_load(f"prefill worker {config.worker_id}", self._plan, config.device)
 
     @property
     def in_flight(self) -> InFlight:
@@ -134,6 +138,9 @@ class PrefillProcess:
         self._sender.close(timeout_s)
         self._receiver.close(timeout_s)
         self._engine_loop.stop(timeout_s)
+        self._grammars.close()
+        if self._followers is not None:
+            self._followers.close(timeout_s)
         self._network.close()
         self._pool.close()
 

@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 
 from engine.loop import EngineLoop
-from engine.wire import DoorLimits, build_sequence
+from engine.wire import DoorLimits, Grammars, build_constraint, build_sequence, has_grammar
 from kvferry_rpc import internal_pb2, internal_pb2_grpc
-from prefill_worker.worker import Cancel, Command, PrefillView, Submit
+from prefill_worker.worker import Cancel, Command, Constrain, PrefillView, Submit
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
 from runtime.in_flight import InFlight
@@ -19,13 +19,20 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
     """Event-loop thread only."""
 
     def __init__(
-        self, engine_loop: EngineLoop[Command, PrefillView], limits: DoorLimits, clock: Clock, *, pulls: bool = True
+        self,
+        engine_loop: EngineLoop[Command, PrefillView],
+        limits: DoorLimits,
+        grammars: Grammars,
+        clock: Clock,
+        *,
+        pulls: bool = True,
     ) -> None:
         """Without `pulls` nothing is pulled from decode workers, whatever a router proposes."""
         self.in_flight = InFlight()
         self.draining = False
         self._engine_loop = engine_loop
         self._limits = limits
+        self._grammars = grammars
         self._clock = clock
         self.pulls = pulls
 
@@ -41,14 +48,21 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
                 yield internal_pb2.PrefillEvent(error=error.to_proto())
                 return
             over = False
+            # Meanwhile the engine has it, so that the place on the decode worker stays reserved.
+            preparing = asyncio.create_task(self._prepare(request, submit)) if submit.awaits_constraint else None
             try:
                 while not over:
                     event = await events.get()  # the worker ends every request by its deadline
                     over = event.WhichOneof("kind") in ("done", "error")
                     yield event
             finally:
+                if preparing is not None:
+                    preparing.cancel()
                 if not over:
                     self._engine_loop.notify(Cancel(submit))
+
+    async def _prepare(self, request: internal_pb2.PrefillRequest, submit: Submit) -> None:
+        self._engine_loop.notify(Constrain(submit, await build_constraint(request, self._grammars)))
 
     def _submit(self, request: internal_pb2.PrefillRequest, events: asyncio.Queue[internal_pb2.PrefillEvent]) -> Submit:
         """Raises KvferryError for what is refused at the door."""
@@ -63,6 +77,7 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
             deadline=now + request.deadline_ms / 1e3,
             reply=lambda event: _deliver(loop, events, event),
             source=request.source if self.pulls and request.HasField("source") else None,
+            awaits_constraint=has_grammar(request),
         )
         self._engine_loop.submit(submit)
         return submit

@@ -4,7 +4,7 @@ Life of a request here:
 
 1. `Submit` comes from the server with its ticket. The hand-off is opened at once, so its lease is renewed while the
    request waits. If a decode worker holds more of the prompt's KV than is cached here, the request first waits,
-   for a bounded time, for that to be pulled (`pull.py`).
+   for a bounded time, for that to be pulled (`pull.py`); with a grammar, it waits for that to be compiled.
 2. The scheduler admits it when blocks for the whole prompt are free; a cached prefix is pinned, not computed.
 3. Each step computes a chunk. As soon as a layer of the chunk is stored, its complete blocks are pushed: they travel
    while the next layer is computed. A sequence whose link is too far behind is left out of the step, so that a slow
@@ -24,7 +24,7 @@ from typing import assert_never
 
 from engine.engine import Engine, EngineLoad, SequenceOutput
 from engine.scheduler import Schedule
-from engine.sequence import Sequence
+from engine.sequence import Sequence, TokenConstraint
 from engine.wire import publish_cache_changes, token_output
 from kv_transfer.events import CommitRecord, Drained, Failed, ReceiveEvent, SendEvent, SendStats, Sent
 from kv_transfer.sender import HandoffSender
@@ -52,6 +52,15 @@ class Submit:
     deadline: float
     reply: Reply
     source: internal_pb2.KVSource | None = None
+    awaits_constraint: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Constrain:
+    """What a request that `awaits_constraint` waits for: it, or why there is none."""
+
+    submit: Submit
+    outcome: TokenConstraint | KvferryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ class Nudge:
     """A link has caught up: what was held back for it may go on."""
 
 
-Command = Submit | Cancel | SendEvent | PullEvent | Nudge
+Command = Submit | Constrain | Cancel | SendEvent | PullEvent | Nudge
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,7 @@ class _Job:
     sampled_at: float = 0.0
     quarantine_id: int | None = None
     pull: Pull | None = None
+    awaits_constraint: bool = False
 
 
 class PrefillWorker:
@@ -131,6 +141,8 @@ class PrefillWorker:
         match command:
             case Submit():
                 self._submit(command)
+            case Constrain():
+                self._on_constraint(command)
             case Cancel():
                 self._on_cancel(command.submit)
             case Sent():
@@ -159,12 +171,25 @@ class PrefillWorker:
         except (KvferryError, ValueError) as error:
             self._answer(submit, error if isinstance(error, KvferryError) else invalid("ticket", str(error)))
             return
-        job = self._jobs[ticket.handoff_id] = self._unanswered[ticket.handoff_id] = _Job(submit)
+        job = self._jobs[ticket.handoff_id] = self._unanswered[ticket.handoff_id] = _Job(
+            submit, awaits_constraint=submit.awaits_constraint
+        )
         self._audited = False
         if submit.source is not None:
             job.pull = self._puller.begin(seq, submit.source, submit.deadline)
             if job.pull is not None:
                 submit.reply(internal_pb2.PrefillEvent(pull=job.pull.ticket))
+
+    def _on_constraint(self, command: Constrain) -> None:
+        handoff_id = command.submit.ticket.handoff_id
+        job = self._jobs.get(handoff_id)
+        if job is None or job.submit is not command.submit:
+            return
+        if isinstance(command.outcome, KvferryError):
+            self._stop(handoff_id, command.outcome)
+            return
+        job.submit.sequence.constraint = command.outcome
+        job.awaits_constraint = False
 
     def _check_ticket(self, submit: Submit) -> None:
         """Raises KvferryError for a ticket that does not fit the prompt, before anything is held for it."""
@@ -193,11 +218,13 @@ class PrefillWorker:
         return True
 
     def _held(self) -> set[str]:
-        """Sequences that wait for a pull, or whose link is too far behind."""
+        """Sequences that wait for a pull or a grammar, or whose link is too far behind."""
         return {
             handoff_id
             for handoff_id, job in self._jobs.items()
-            if (job.pull is not None and job.pull.is_open) or not self._sender.may_push(handoff_id)
+            if job.awaits_constraint
+            or (job.pull is not None and job.pull.is_open)
+            or not self._sender.may_push(handoff_id)
         }
 
     def _plan_pushes(self, schedule: Schedule) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -210,12 +237,12 @@ class PrefillWorker:
                 job.started_at = self._clock.now()
                 cached = item.start // self._block_size
                 if cached:
-                    self._sender.push(handoff_id, 0, item.block_table[:cached], self._layers)
+                    self._sender.push(handoff_id, 0, tuple(item.block_table[:cached]), self._layers)
             first = item.start // self._block_size
             # A block that the next chunk goes on filling is sent then; the last, partly filled one now.
             end = -(-item.end // self._block_size) if item.samples else item.end // self._block_size
             if end > first:
-                pushes.append((handoff_id, first, item.block_table[first:end]))
+                pushes.append((handoff_id, first, tuple(item.block_table[first:end])))
         return pushes
 
     def _push_layer(self, pushes: list[tuple[str, int, tuple[int, ...]]], layer: int) -> None:
@@ -225,11 +252,11 @@ class PrefillWorker:
     def _on_output(self, output: SequenceOutput) -> None:
         seq = output.seq
         handoff_id, job = seq.seq_id, self._jobs[seq.seq_id]
-        if output.sample is None:
+        if not output.samples:
             error = output.error or KvferryError(ErrorCode.INTERNAL, "no token was sampled")
             self._stop(handoff_id, error)
             return
-        token = token_output(seq.num_output_tokens - 1, output.sample)
+        token = token_output(seq.num_output_tokens - 1, output.samples[0])
         job.sampled_at = self._clock.now()
         job.quarantine_id = self._engine.quarantine(seq.seq_id)
         # Before the commit: `report_sent` may follow it at once, on another thread, and its word is the last.

@@ -10,6 +10,7 @@ from kv_transfer.options import TRANSPORTS
 from kvferry.client import AsyncClient, chat_request
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
 from kvferry.commands.base import Command, absolute_path
+from kvferry.commands.dtypes import add_dtype_arguments
 from kvferry.commands.generation import Answer, answer_dict
 from kvferry.commands.transfer import add_transfer_arguments, transfer_fields
 from kvferry.commands.up import ProgressLines, show_event
@@ -31,6 +32,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s."
     )
+    add_dtype_arguments(parser)
     add_transfer_arguments(parser)
 
 
@@ -48,12 +50,19 @@ async def run_demo(
 ) -> int:
     """Returns 0 when the answer came and its receipt proves the hand-off. Raises LaunchError or KvferryError."""
     progress = ProgressLines(console)
-    model = await prepare_model(arguments.model, arguments.cache_dir, progress.show, command=prepare_command)
+    model = await prepare_model(
+        arguments.model,
+        arguments.cache_dir,
+        progress.show,
+        command=prepare_command,
+        weight_dtype=arguments.weight_dtype,
+    )
     # Strict: however the router would weigh one short prompt, the demo shows it moving.
     spec = ClusterSpec(
         model_dir=model.path,
         served_model_name=model.name,
         strict_handoff=True,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         commands=commands or RoleCommands(),
         **transfer_fields(arguments),
     )

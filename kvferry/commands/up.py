@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
 from kvferry.commands.base import Command, absolute_path
+from kvferry.commands.dtypes import add_dtype_arguments
 from kvferry.commands.transfer import add_transfer_arguments, transfer_fields
 from kvferry.console import Console
 from kvferry.launcher import ClusterEvent, LocalCluster
@@ -31,6 +32,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--token-budget", type=int, help="Most tokens a worker computes in one step.")
     parser.add_argument("--max-num-seqs", type=int, help="Most sequences a worker computes in one step.")
+    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="Processes that each worker's model is split over. Default: 1.")  # fmt: skip # noqa: E501
+    parser.add_argument("--speculative-tokens", type=int, metavar="N", help="Most tokens that a decoding sequence guesses ahead in a step, from its own text. Default: 0, none.")  # fmt: skip # noqa: E501
+    add_dtype_arguments(parser)
     add_transfer_arguments(parser)
     parser.add_argument("--strict-handoff", action="store_true", help="Fail a request whose hand-off from a prefill worker is not proven whole.")  # fmt: skip # noqa: E501
     parser.add_argument("--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s.")  # fmt: skip # noqa: E501
@@ -121,7 +125,11 @@ class _Up:
         arguments, console = self._arguments, self._console
         self._spec(Path(), "").validate()  # before minutes of preparing
         model = await prepare_model(
-            arguments.model, arguments.cache_dir, ProgressLines(console).show, command=self._prepare_command
+            arguments.model,
+            arguments.cache_dir,
+            ProgressLines(console).show,
+            command=self._prepare_command,
+            weight_dtype=arguments.weight_dtype,
         )
         spec = self._spec(model.path, arguments.served_model_name or model.name)
         run_dir = RunDir.create(arguments.state_dir)
@@ -156,6 +164,9 @@ class _Up:
             num_blocks=arguments.num_blocks,
             token_budget=arguments.token_budget,
             max_num_seqs=arguments.max_num_seqs,
+            speculative_tokens=arguments.speculative_tokens,
+            tensor_parallel=arguments.tensor_parallel,
+            kv_cache_dtype=arguments.kv_cache_dtype,
             strict_handoff=arguments.strict_handoff,
             log_level=arguments.log_level,
             restart=not arguments.no_restart,

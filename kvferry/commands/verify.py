@@ -9,6 +9,7 @@ from kvferry.commands.base import Command, absolute_path
 from kvferry.commands.up import ProgressLines
 from kvferry.console import Console
 from kvferry.model_prep import DEFAULT_CACHE_DIR, prepare_model
+from kvferry.references import run_in_process, split_sizes
 from kvferry.verify import Row, Variant, VerifyOptions, prompt_lengths, read_prompts, standard_variants, verify
 
 _HEADER = ("cluster", "sampling", "cache", "equal to", "answers", "")
@@ -44,7 +45,8 @@ async def _verify(arguments: argparse.Namespace, console: Console) -> int:
         concurrency=arguments.concurrency,
         with_transformers=not arguments.no_transformers,
     )
-    variants = _chosen(standard_variants(prompt_lengths(options), options.max_tokens), arguments.variant)
+    sizes = await asyncio.wrap_future(run_in_process(split_sizes, str(model.path)))
+    variants = _chosen(standard_variants(prompt_lengths(options), options.max_tokens, sizes), arguments.variant)
     rows: list[Row] = []
     async for row in verify(options, variants, console.complain):
         rows.append(row)

@@ -11,7 +11,7 @@ import pytest
 from decode_worker.export import ExportRequest
 from decode_worker.server import DecodeService
 from decode_worker.worker import AdmitRequest, CancelRequest, SessionClosed
-from kvferry_rpc.common_pb2 import Error, KVCacheLayout, LogitBias, SamplingParams, TokenOutput
+from kvferry_rpc.common_pb2 import Error, Grammar, KVCacheLayout, LogitBias, SamplingParams, TokenOutput
 from kvferry_rpc.internal_pb2 import (
     Admit,
     Cancel,
@@ -26,8 +26,9 @@ from kvferry_rpc.internal_pb2 import (
 )
 from kvferry_rpc.internal_pb2_grpc import DecodeWorkerStub, add_DecodeWorkerServicer_to_server
 from runtime.clock import ManualClock
-from runtime.errors import ErrorCode, KvferryError
+from runtime.errors import ErrorCode, KvferryError, invalid
 from runtime.grpc_life import GrpcServer, channel
+from tests.support.scripted_grammars import FreeText, ScriptedGrammars
 from tests.support.scripted_loop import LIMITS, SECRET, WAIT_S, ScriptedLoop
 
 INCARNATION = b"i" * 16
@@ -42,6 +43,7 @@ class Bench:
     service: DecodeService
     server: GrpcServer
     stub: DecodeWorkerStub
+    grammars: ScriptedGrammars
 
     async def session(self) -> Call:
         """A session that has said hello."""
@@ -59,12 +61,13 @@ class Bench:
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     loop = ScriptedLoop()
-    service = DecodeService(loop, LIMITS, INCARNATION, ManualClock(100.0))  # type: ignore[arg-type]
+    grammars = ScriptedGrammars()
+    service = DecodeService(loop, LIMITS, grammars, INCARNATION, ManualClock(100.0))  # type: ignore[arg-type]
     server = GrpcServer("127.0.0.1", secret=SECRET)
     server.add_service(add_DecodeWorkerServicer_to_server, service, "kvferry.internal.v1.DecodeWorker", internal=True)
     await server.start()
     async with channel(server.address, SECRET) as connection:
-        yield Bench(loop, service, server, DecodeWorkerStub(connection))
+        yield Bench(loop, service, server, DecodeWorkerStub(connection), grammars)
     await server.stop(0)
     assert service.in_flight.count == 0
 
@@ -313,5 +316,75 @@ async def test_an_export_reaches_the_engine_and_a_bad_or_refused_one_breaks_noth
     (refused,) = await read(call)
     assert refused.failed.code == ErrorCode.OVERLOADED
     assert len(bench.loop.of(ExportRequest)) == 1
+    assert bench.service.in_flight.count == 0
+    call.cancel()
+
+
+WITH_GRAMMAR = {"sampling": SamplingParams(max_tokens=4, grammar=Grammar(kind=Grammar.REGEX, text="a"))}
+
+
+async def test_a_request_with_a_grammar_reaches_the_engine_when_that_is_ready_and_others_do_not_wait(
+    bench: Bench,
+) -> None:
+    call = await bench.session()
+    await call.write(admit("later", num_output_tokens=2, **WITH_GRAMMAR))
+    ready = await bench.grammars.called()
+    assert bench.grammars.seen == [(Grammar(kind=Grammar.REGEX, text="a"), [4, 5])]
+    await bench.admitted(call, "at once")
+    constraint = FreeText()
+    ready.set_result(constraint)
+    first, second = await bench.loop.wait(AdmitRequest, 2)
+    assert (first.request_id, first.sequence.constraint) == ("at once", None)
+    assert (second.request_id, second.sequence.constraint) == ("later", constraint)
+    assert second.deadline == 105.0
+    assert bench.service.in_flight.count == 2
+    call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [(invalid("grammar", "is wrong"), ErrorCode.INVALID_REQUEST), (ZeroDivisionError("ours"), ErrorCode.INTERNAL)],
+)
+async def test_a_grammar_that_cannot_be_used_is_refused_before_the_engine_hears_of_it(
+    bench: Bench, problem: Exception, code: "ErrorCode.ValueType"
+) -> None:
+    call = await bench.session()
+    await call.write(admit(**WITH_GRAMMAR))
+    (await bench.grammars.called()).set_exception(problem)
+    (refusal,) = await read(call)
+    assert refusal.failed.code == code
+    assert "ours" not in refusal.failed.message
+    assert bench.loop.of(AdmitRequest) == []
+    assert bench.service.in_flight.count == 0
+    call.cancel()
+
+
+async def test_a_full_inbox_refuses_a_request_whose_grammar_is_ready(bench: Bench) -> None:
+    call = await bench.session()
+    await call.write(admit(**WITH_GRAMMAR))
+    bench.loop.refusal = KvferryError(ErrorCode.OVERLOADED, "full")
+    (await bench.grammars.called()).set_result(FreeText())
+    (refusal,) = await read(call)
+    assert refusal.failed.code == ErrorCode.OVERLOADED
+    call.cancel()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "session over"])
+async def test_nothing_is_admitted_for_a_request_that_ended_before_its_grammar_was_ready(
+    bench: Bench, how: str
+) -> None:
+    call = await bench.session()
+    await call.write(admit(**WITH_GRAMMAR))
+    ready = await bench.grammars.called()
+    if how == "cancelled":
+        await call.write(DecodeCommand(cancel=Cancel(request_id="r", attempt=1)))
+        await bench.loop.wait(CancelRequest)
+    else:
+        call.cancel()
+        await bench.loop.wait(SessionClosed)
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.wait([ready])
+    assert ready.cancelled()
+    assert bench.loop.of(AdmitRequest) == []
     assert bench.service.in_flight.count == 0
     call.cancel()

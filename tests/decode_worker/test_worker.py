@@ -3,6 +3,7 @@
 import pytest
 
 from decode_worker.worker import SessionClosed
+from engine.sequence import SamplingParams
 from kvferry_rpc.common_pb2 import TokenOutput
 from runtime.errors import ErrorCode, KvferryError
 from tests.support.decode_bench import PROMPT, TOKEN
@@ -188,4 +189,21 @@ def test_tokens_of_one_step_leave_in_one_message_a_session() -> None:
     assert bench.messages == 1
     assert len(bench.heard[1]) - before >= 3
     bench.run()
+    bench.assert_whole()
+
+
+def test_tokens_that_were_guessed_right_leave_together_and_are_numbered_on() -> None:
+    bench = Bench(num_blocks=16, speculative_tokens=4)
+    # One token is by far the likeliest, so the text is that token over and over.
+    bench.admit(sampling=SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logit_bias=((5, 90.0),)))
+    bench.receiver.commit(only_live(bench), TOKEN)
+    bench.deliver()
+    bench.run()
+    runs = [event.tokens.tokens for event in bench.heard[1] if event.WhichOneof("kind") == "tokens"]
+    assert [token.token_id for run in runs for token in run] == [5] * 30
+    assert [token.index for run in runs for token in run] == list(range(30))
+    assert max(map(len, runs)) == 5
+    load = bench.worker.view().load
+    assert load.accepted_tokens == 30 - len(runs)
+    assert bench.kinds()[-1] == "done"
     bench.assert_whole()

@@ -1,3 +1,5 @@
+from array import array
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ def test_single_tokens_come_first_and_every_token_has_its_slot() -> None:
         [
             BatchRow([10, 11, 12], start=6, block_table=[5, 9]),
             BatchRow([20], start=20, block_table=[1, 2, 3]),
-            BatchRow([30], start=0, block_table=[7], wants_logits=False),
+            BatchRow([30], start=0, block_table=[7], wants_logits=0),
         ],
         block_size=8,
     )
@@ -28,10 +30,32 @@ def test_single_tokens_come_first_and_every_token_has_its_slot() -> None:
 
 
 def test_logits_are_wanted_after_the_last_token_of_a_row() -> None:
-    rows = [BatchRow([1, 2], 0, [0]), BatchRow([3], 0, [1], wants_logits=False), BatchRow([4], 3, [2])]
+    rows = [BatchRow([1, 2], 0, [0]), BatchRow([3], 0, [1], wants_logits=0), BatchRow([4], 3, [2])]
     batch = build_batch(rows, block_size=8)
     assert batch.logits_rows.tolist() == [1, 3]
     assert batch.logits_order == (2, 0)
+
+
+def test_logits_may_be_wanted_after_several_tokens_of_a_row() -> None:
+    rows = [
+        BatchRow([1, 2, 3], 0, [0], wants_logits=2),
+        BatchRow([4], 0, [1]),
+        BatchRow([5, 6], 3, [2], wants_logits=0),
+    ]
+    batch = build_batch(rows, block_size=8)
+    assert batch.token_ids.tolist() == [4, 1, 2, 3, 5, 6]
+    assert batch.logits_rows.tolist() == [0, 2, 3]
+    assert batch.logits_order == (1, 0, 0)
+
+
+def test_tables_of_machine_numbers_are_taken_over_like_any() -> None:
+    rows = [BatchRow([1], 7, [4, 5, 6]), BatchRow([1, 2, 3], 14, [7, 8, 9, 10])]
+    machine = [row._replace(block_table=array("i", row.block_table)) for row in rows]
+    plain, fast = build_batch(rows, 8), build_batch(machine, 8)
+    assert plain.block_tables.tolist() == fast.block_tables.tolist() == [[4, 4, 4], [7, 8, 9]]
+    assert plain.slot_mapping.tolist() == fast.slot_mapping.tolist()
+    # A batch keeps no hold on the table: it can grow while the step runs.
+    machine[0].block_table.append(11)  # type: ignore[attr-defined]
 
 
 def test_block_tables_are_cut_to_the_context_and_padded_with_the_own_first_block() -> None:
@@ -72,3 +96,6 @@ def test_a_row_without_tokens_or_with_too_few_blocks_is_refused() -> None:
         build_batch([BatchRow([], 0, [1])], 8)
     with pytest.raises(ValueError, match="1 blocks"):
         build_batch([BatchRow([1, 2], 7, [1])], 8)
+    for wanted in (3, -1):
+        with pytest.raises(ValueError, match="logits"):
+            build_batch([BatchRow([1, 2], 0, [1], wanted)], 8)

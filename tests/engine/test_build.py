@@ -1,11 +1,16 @@
 """Sizing an engine before its memory is taken."""
 
+import logging
+import mmap
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.build import plan_engine
+from engine.build import build_engine, log_load, plan_engine
 from engine.options import EngineOptions
+from engine.sequence import SamplingParams, Sequence
 from tests.support.tiny_checkpoints import make_model, save_checkpoint
 
 
@@ -37,3 +42,75 @@ def test_the_door_knows_the_smaller_of_context_and_pool(source: Path, tmp_path: 
     plan = plan_engine(options, available_bytes=None)
     assert plan.limits.max_context_tokens == 48
     assert plan.facts(options)["max_context_tokens"] == 48
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8", "fp8_e4m3"])
+def test_the_pool_has_the_dtype_that_was_asked_for(source: Path, tmp_path: Path, dtype: Any) -> None:
+    options = EngineOptions(model=str(source), cache_dir=tmp_path, kv_cache_dtype=dtype)
+    plan = plan_engine(options, available_bytes=1 << 24)
+    assert plan.layout.dtype.value == dtype
+
+
+def test_a_model_is_prepared_in_the_dtype_that_was_asked_for(source: Path, tmp_path: Path) -> None:
+    options = EngineOptions(model=str(source), cache_dir=tmp_path)
+    narrow = replace(options, weight_dtype="bf16")
+    revisions = {plan_engine(each, available_bytes=1 << 24).layout.model_revision for each in (options, narrow)}
+    assert len(revisions) == 2
+
+
+@pytest.mark.parametrize(("weight_dtype", "kv_cache_dtype"), [("int8", "int8"), ("bf16", "bf16"), ("fp32", "fp8_e4m3")])
+def test_an_engine_of_narrow_numbers_generates(
+    source: Path, tmp_path: Path, weight_dtype: Any, kv_cache_dtype: Any
+) -> None:
+    options = EngineOptions(
+        model=str(source), cache_dir=tmp_path, num_blocks=8, weight_dtype=weight_dtype, kv_cache_dtype=kv_cache_dtype
+    )
+    plan = plan_engine(options, available_bytes=None)
+    engine = build_engine(options, plan, memoryview(mmap.mmap(-1, plan.pool_bytes)), prefill_only=False)
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    seq = Sequence("s", list(range(3, 30)), sampling, max_context_tokens=100)
+    engine.add(seq)
+    while engine.has_work:
+        schedule = engine.schedule()
+        engine.publish(schedule, engine.run(schedule))
+    assert len(seq.output_token_ids) == 20
+
+
+def test_an_engine_for_cpus_that_the_machine_lacks_is_refused(source: Path, tmp_path: Path) -> None:
+    options = EngineOptions(model=str(source), cache_dir=tmp_path, num_blocks=2, pin_cpus="8191")
+    plan = plan_engine(options, available_bytes=None)
+    with pytest.raises(ValueError, match="--pin-cpus"):
+        build_engine(options, plan, memoryview(mmap.mmap(-1, plan.pool_bytes)), prefill_only=False)
+
+
+@pytest.mark.parametrize(("field", "value"), [("threads", 0), ("threads", 257), ("pin_cpus", "x")])
+def test_senseless_placement_is_refused_by_its_flag(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')}"):
+        replace(EngineOptions(model="m"), **{field: value}).validate()
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "message"),
+    [
+        ("gpu", 1, "cpu, cuda or cuda:N"),
+        ("cuda:", 1, "cpu, cuda or cuda:N"),
+        ("cuda:0", 2, "--tensor-parallel works with --device cpu only"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused_by_its_flag(device: str, ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineOptions(model="m", device=device, tensor_parallel=ranks).validate()
+
+
+def test_a_device_that_torch_does_not_see_is_refused_before_anything_is_prepared(tmp_path: Path) -> None:
+    options = EngineOptions(model=str(tmp_path / "nothing"), cache_dir=tmp_path, device="cuda:99")
+    with pytest.raises(ValueError, match="--device cuda:99: torch sees"):
+        plan_engine(options, available_bytes=None)
+
+
+def test_the_log_says_what_computes(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_engine(EngineOptions(model=str(source), cache_dir=tmp_path, num_blocks=2), available_bytes=None)
+    with caplog.at_level(logging.INFO):
+        log_load("a worker", plan)
+    assert "weights fp32" in caplog.text
+    assert "computed by" in caplog.text

@@ -130,7 +130,7 @@ def test_not_a_number_ends_its_own_sequence_and_is_not_cached() -> None:
     toy.engine.add(good)
     outputs = {output.seq.seq_id: output for output in toy.step()}
     assert outputs["bad"].finish_reason is FinishReason.FAILED
-    assert outputs["bad"].sample is None
+    assert outputs["bad"].samples == ()
     assert outputs["bad"].error is not None
     assert bad.status is SequenceStatus.FINISHED
     assert outputs["good"].error is None

@@ -16,13 +16,12 @@ def hand_off(prefill: ToyEngine, decode: ToyEngine, seq: Sequence) -> SequenceOu
     twin = sequence(seq.seq_id, seq.token_ids, sampling=seq.sampling)
     prefill.engine.add(twin)
     (output,) = prefill.run_until_idle()
-    assert output.sample is not None
     needed = -(-seq.num_tokens // 8)
     first = allocation.cached_blocks
     source = prefill.blocks.block_table(seq.seq_id)[first:needed]
     transfer(prefill.cache, decode.cache, source, allocation.block_table[first:needed])
     prefill.engine.finish(seq.seq_id)
-    return decode.engine.admit_received(seq, seq.num_tokens, output.sample)
+    return decode.engine.admit_received(seq, seq.num_tokens, *output.samples)
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 28])
@@ -78,7 +77,7 @@ def test_a_first_token_may_end_a_received_sequence_at_once() -> None:
     seq = sequence("a", PROMPT[:8], max_tokens=5)
     decode.engine.reserve(seq)
     output = decode.engine.admit_received(seq, 8, TokenSample(0))
-    assert output == SequenceOutput(seq, TokenSample(0), FinishReason.STOP)
+    assert output == SequenceOutput(seq, (TokenSample(0),), FinishReason.STOP)
     assert decode.engine.is_idle
     decode.engine.check_integrity()
 

@@ -39,7 +39,7 @@ class TwoEngines(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.prefill = ToyEngine(MODEL, num_blocks=10, token_budget=11, max_num_seqs=3, prefill_only=True)
-        self.decode = ToyEngine(MODEL, num_blocks=9, token_budget=6, max_num_seqs=4)
+        self.decode = ToyEngine(MODEL, num_blocks=9, token_budget=6, max_num_seqs=4, speculative_tokens=3)
         self.hand_offs: list[HandOff] = []
         self.quarantines: list[tuple[int, list[int]]] = []
         self.seqs: list[Sequence] = []
@@ -71,7 +71,7 @@ class TwoEngines(RuleBasedStateMachine):
         for _ in range(count):
             for output in self.prefill.step():
                 hand_off = next(h for h in self.hand_offs if h.twin is output.seq)
-                hand_off.first = output.sample
+                (hand_off.first,) = output.samples
                 hand_off.source_quarantine = self.prefill.engine.quarantine(output.seq.seq_id)
 
     @precondition(lambda self: self.hand_offs)

@@ -9,7 +9,8 @@ from tests.support.scheduler_world import World
 def scheduled(world: World, held: set[str]) -> dict[str, int]:
     """Tokens by sequence of a step with these held back; the step is then carried out."""
     schedule = world.scheduler.schedule(held)
-    world.scheduler.complete(schedule.items)
+    for item in schedule.items:
+        world.scheduler.complete(item.seq, item.num_new_tokens)
     for item in schedule.items:
         if item.samples:
             world.end(item.seq)

@@ -70,6 +70,34 @@ def test_a_full_context_ends_by_length() -> None:
     assert [seq.append_token(TokenSample(5)) for _ in range(2)] == [None, FinishReason.LENGTH]
 
 
+def test_an_ending_is_told_before_the_token_is_appended() -> None:
+    seq = make(SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=frozenset({9})), tokens=5, output=1)
+    assert [seq.ending(9, count) for count in (1, 2, 4)] == [None, FinishReason.STOP, FinishReason.STOP]
+    assert [seq.ending(5, count) for count in (2, 3, 4)] == [None, None, FinishReason.LENGTH]
+    assert seq.num_output_tokens == 1
+
+
+def test_a_constraint_is_advanced_with_each_token_appended() -> None:
+    class Listening:
+        def __init__(self) -> None:
+            self.heard: list[int] = []
+
+        def allowed(self) -> None:
+            return None
+
+        def advance(self, token_id: int) -> None:
+            self.heard.append(token_id)
+
+        def rewind(self, num_tokens: int) -> None:
+            raise AssertionError("nothing was only tried")
+
+    constraint = Listening()
+    seq = Sequence("a", [1, 2, 3], SamplingParams(max_tokens=4), max_context_tokens=9, constraint=constraint)
+    for token in (7, 8):
+        seq.append_token(TokenSample(token))
+    assert constraint.heard == [7, 8]
+
+
 ALLOWED = {
     ("WAITING", "RECEIVING"),
     ("WAITING", "RUNNING"),

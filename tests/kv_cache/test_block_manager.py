@@ -67,6 +67,38 @@ def test_append_evicts_when_nothing_is_free() -> None:
     assert manager.match_prefix(names(tokens), tokens) == 0
 
 
+def test_trim_gives_back_the_blocks_behind_its_tokens() -> None:
+    manager = BlockManager(6, SIZE)
+    tokens = list(range(6))
+    open_sequence(manager, "a", tokens)
+    table = manager.block_table("a")
+    kept = table.copy()
+    assert manager.append("a", 17)
+    assert (len(table), manager.num_free) == (5, 1)
+    manager.trim("a", 6)
+    assert table == kept
+    assert manager.num_free == 4
+    manager.trim("a", 8)
+    assert table == kept
+    manager.check_integrity()
+    manager.free("a")
+    assert manager.num_free == 5, "the full block stays cached"
+    manager.check_integrity()
+
+
+def test_a_block_that_somebody_counts_on_is_not_trimmed() -> None:
+    manager = BlockManager(6, SIZE)
+    open_sequence(manager, "a", list(range(9)))
+    for shared in (False, True):
+        if shared:
+            manager.fork("a", "b")
+        before = usage(manager)
+        with pytest.raises(BlockStateError, match="stored or shared"):
+            manager.trim("a", 8 if shared else 4)
+        assert usage(manager) == before
+        assert len(manager.block_table("a")) == 3
+
+
 def test_a_fork_shares_every_block_until_it_writes() -> None:
     manager = BlockManager(4, SIZE)
     tokens = list(range(6))
@@ -223,7 +255,7 @@ def test_calls_that_make_no_sense_raise_and_change_nothing() -> None:
         manager.allocate("b", 0, [], [])
     assert usage(manager) == (3, 0, 1, 0)
     manager.free("a")
-    for call in (manager.free, manager.quarantine, manager.block_table):
+    for call in (manager.free, manager.quarantine, manager.block_table, lambda seq_id: manager.trim(seq_id, 1)):
         with pytest.raises(UnknownSequenceError, match="'a'"):
             call("a")
     with pytest.raises(UnknownSequenceError):

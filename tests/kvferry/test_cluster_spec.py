@@ -49,6 +49,12 @@ def test_each_role_gets_its_own_block_size_and_only_the_sender_the_wire_dtype() 
     assert not any(flag.startswith("--kv-wire-dtype") for flag in decode)
 
 
+def test_only_decode_workers_guess_ahead() -> None:
+    spec = _spec(speculative_tokens=5)
+    assert "--speculative-tokens=5" in spec.worker_argv("decode-0", Path("/s"), "a:1")
+    assert not any("speculative" in flag for flag in spec.worker_argv("prefill-0", Path("/s"), "a:1"))
+
+
 def test_transports_allowed_and_forbidden_reach_the_workers() -> None:
     spec = _spec(transports=("ucx", "tcp"), forbid_transports=("shm",))
     for worker_id in ("prefill-0", "decode-0"):
@@ -61,11 +67,14 @@ def test_transports_allowed_and_forbidden_reach_the_workers() -> None:
 def test_a_worker_understands_every_flag_it_is_given(worker_id: str, config: Any) -> None:
     spec = _spec(
         transports=("tcp",), forbid_transports=("shm",), kv_wire_dtype="int8", max_backlog_mb=8, lease_s=3.5,
-        prefill_block_size=8, decode_block_size=8, num_blocks=9, token_budget=64, max_num_seqs=2,
+        prefill_block_size=8, decode_block_size=8, num_blocks=9, token_budget=64, max_num_seqs=2, speculative_tokens=3,
+        tensor_parallel=2, kv_cache_dtype="int8",
     )  # fmt: skip
     parsed = parse_config(config, list(spec.worker_argv(worker_id, Path("/s"), "a:1")[1:]))
     assert parsed.transports == ("tcp",)
     assert parsed.block_size == 8
+    assert parsed.tensor_parallel == 2
+    assert parsed.kv_cache_dtype == "int8"
 
 
 def test_the_router_gets_its_host_and_ports_but_workers_stay_local() -> None:
@@ -111,6 +120,8 @@ def test_worker_ids_are_stable_and_start_at_zero() -> None:
         ({"transports": ("tcp",), "forbid_transports": ("tcp",)}, "--forbid-transports"),
         ({"require_transport": ("pigeon",)}, "--require-transport"),
         ({"block_size": 12}, "--block-size"),
+        ({"speculative_tokens": 65}, "--speculative-tokens"),
+        ({"tensor_parallel": 65}, "--tensor-parallel"),
         ({"prefill_block_size": 12}, "--prefill-block-size"),
         ({"decode_block_size": 256}, "--decode-block-size"),
         ({"max_backlog_mb": 0}, "--max-backlog-mb"),

@@ -8,14 +8,15 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry_rpc.common_pb2 import LogitBias, SamplingParams, TokenOutput
+from kvferry_rpc.common_pb2 import Grammar, LogitBias, SamplingParams, TokenOutput
 from kvferry_rpc.internal_pb2 import KVSource, PrefillDone, PrefillEvent, PrefillRequest, Ticket
 from kvferry_rpc.internal_pb2_grpc import PrefillWorkerStub, add_PrefillWorkerServicer_to_server
 from prefill_worker.server import PrefillService
-from prefill_worker.worker import Cancel, Submit
+from prefill_worker.worker import Cancel, Constrain, Submit
 from runtime.clock import ManualClock
-from runtime.errors import ErrorCode, KvferryError
+from runtime.errors import ErrorCode, KvferryError, invalid
 from runtime.grpc_life import GrpcServer, channel
+from tests.support.scripted_grammars import FreeText, ScriptedGrammars
 from tests.support.scripted_loop import LIMITS, SECRET, WAIT_S, ScriptedLoop
 
 FIRST = PrefillEvent(first_token=TokenOutput(token_id=7))
@@ -33,6 +34,7 @@ class Bench:
     service: PrefillService
     server: GrpcServer
     stub: PrefillWorkerStub
+    grammars: ScriptedGrammars
 
     async def submitted(self, **changes: Any) -> tuple[Call, Submit]:
         """A call that the engine has taken."""
@@ -44,12 +46,13 @@ class Bench:
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     loop = ScriptedLoop()
-    service = PrefillService(loop, LIMITS, ManualClock(100.0))  # type: ignore[arg-type]
+    grammars = ScriptedGrammars()
+    service = PrefillService(loop, LIMITS, grammars, ManualClock(100.0))  # type: ignore[arg-type]
     server = GrpcServer("127.0.0.1", secret=SECRET)
     server.add_service(add_PrefillWorkerServicer_to_server, service, "kvferry.internal.v1.PrefillWorker", internal=True)
     await server.start()
     async with channel(server.address, SECRET) as connection:
-        yield Bench(loop, service, server, PrefillWorkerStub(connection))
+        yield Bench(loop, service, server, PrefillWorkerStub(connection), grammars)
     await server.stop(0)
     async with asyncio.timeout(WAIT_S):
         assert await service.in_flight.wait_zero(WAIT_S)
@@ -153,3 +156,39 @@ async def test_a_server_that_stops_cancels_what_still_runs(bench: Bench) -> None
     await bench.server.stop(0)
     (cancel,) = await bench.loop.wait(Cancel)
     assert cancel.submit is submit
+
+
+WITH_GRAMMAR = {"sampling": SamplingParams(max_tokens=4, grammar=Grammar(kind=Grammar.REGEX, text="a"))}
+
+
+async def test_the_engine_has_a_request_at_once_and_its_constraint_when_that_is_ready(bench: Bench) -> None:
+    call, submit = await bench.submitted(num_output_tokens=1, **WITH_GRAMMAR)
+    assert submit.awaits_constraint
+    ready = await bench.grammars.called()
+    assert bench.grammars.seen == [(Grammar(kind=Grammar.REGEX, text="a"), [5])]
+    constraint = FreeText()
+    ready.set_result(constraint)
+    assert await bench.loop.wait(Constrain) == [Constrain(submit, constraint)]
+    submit.reply(DONE)
+    assert await read_all(call) == [DONE]
+
+
+async def test_the_engine_is_told_that_there_will_be_no_constraint(bench: Bench) -> None:
+    call, submit = await bench.submitted(**WITH_GRAMMAR)
+    problem = invalid("grammar", "is wrong")
+    (await bench.grammars.called()).set_exception(problem)
+    assert await bench.loop.wait(Constrain) == [Constrain(submit, problem)]
+    submit.reply(FAILED)
+    assert await read_all(call) == [FAILED]
+
+
+async def test_a_caller_that_hangs_up_needs_no_grammar_any_more(bench: Bench) -> None:
+    call, submit = await bench.submitted(**WITH_GRAMMAR)
+    ready = await bench.grammars.called()
+    call.cancel()
+    (cancel,) = await bench.loop.wait(Cancel)
+    assert cancel.submit is submit
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.wait([ready])
+    assert ready.cancelled()
+    assert bench.loop.of(Constrain) == []

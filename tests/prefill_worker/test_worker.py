@@ -1,9 +1,11 @@
 """The prefill worker's handler, event by event, with a scripted sender."""
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from prefill_worker.worker import Cancel, Nudge
-from runtime.errors import ErrorCode, KvferryError
+from prefill_worker.worker import Cancel, Constrain, Nudge
+from runtime.errors import ErrorCode, KvferryError, invalid
 from tests.support.prefill_bench import MODEL
 from tests.support.prefill_bench import PrefillBench as Bench
 from tests.support.scripted_handoffs import DIGEST
@@ -228,3 +230,47 @@ def test_a_ticket_may_be_for_blocks_of_another_size() -> None:
     bench.sender.drain("b")
     bench.deliver()
     bench.assert_whole()
+
+
+def test_a_request_waits_for_its_constraint_with_its_hand_off_open_and_others_go_on() -> None:
+    bench = Bench()
+    submit = bench.submit(PROMPT, "a", awaits_constraint=True)
+    bench.submit(OTHER, "b")
+    bench.compute()
+    assert (bench.kinds(0), bench.kinds(1)) == ([], ["first_token"])
+    assert "a" in bench.sender.open_handoffs
+    constraint = OnlyToken(5)
+    bench.worker.handle(Constrain(submit, constraint))
+    bench.compute()
+    assert bench.heard[0][0].first_token.token_id == 5
+    for handoff_id in ("a", "b"):
+        bench.sender.sent(handoff_id)
+    bench.deliver()
+    bench.assert_whole()
+
+
+def test_a_request_whose_grammar_cannot_be_used_ends_with_the_reason() -> None:
+    bench = Bench()
+    submit = bench.submit(PROMPT, "a", awaits_constraint=True)
+    bench.worker.handle(Constrain(submit, invalid("grammar", "is wrong")))
+    assert bench.error() == ErrorCode.INVALID_REQUEST
+    bench.deliver()
+    bench.worker.handle(Constrain(submit, OnlyToken(5)))  # too late: no harm
+    bench.assert_whole()
+
+
+class OnlyToken:
+    """A constraint that allows one token, always."""
+
+    def __init__(self, token_id: int) -> None:
+        self._bits = np.zeros(8, dtype=np.uint32)  # 256 tokens: more than the toy has
+        self._bits[token_id // 32] = 1 << (token_id % 32)
+
+    def allowed(self) -> NDArray[np.uint32]:
+        return self._bits
+
+    def advance(self, token_id: int) -> None:
+        return None
+
+    def rewind(self, num_tokens: int) -> None:
+        return None
