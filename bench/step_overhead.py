@@ -19,18 +19,21 @@ import torch
 from bench.common.harness import BenchmarkError, Better, Options, Report, summarise, take_pairs
 from bench.common.origin import ROOT
 from bench.common.recorded_step import Call, Recorder, TappedAttention, TappedOps, differences, replay
+from engine.attention.native import best_cpu_attention
 from engine.attention.torch_paged import TorchAttention
 from engine.engine import Engine
 from engine.model_runner import ModelRunner
 from engine.models import load_model
+from engine.ops.native_ops import best_cpu_ops
 from engine.ops.torch_ops import TorchOps
 from engine.options import DEFAULT_CACHE_DIR
 from engine.paged_cache import PagedCache
 from engine.prepare import prepare_model
-from engine.prepared_model import PreparedModel, is_prepared
+from engine.prepared_model import PreparedModel, is_prepared, open_prepared
 from engine.sampler import Sampler
 from engine.scheduler import SchedulerConfig
 from engine.sequence import SamplingParams, Sequence, TokenSample
+from engine.weight_dtypes import WeightDtype
 from kv_cache.block_hash import BlockHasher
 from kv_cache.block_manager import BlockManager
 from kv_cache.layout import KVCacheLayout, KVDtype
@@ -50,7 +53,8 @@ _WARM_UP_STEPS = 3
 class Decoding:
     """An engine in which `batch` sequences decode. Their KV is random, as if a hand-off had brought it."""
 
-    def __init__(self, model: PreparedModel, batch: int, seed: int) -> None:
+    def __init__(self, model: PreparedModel, batch: int, seed: int, *, plain: bool) -> None:
+        """`plain`: computed by torch alone, as where there is no C compiler."""
         config = model.config
         layout = KVCacheLayout(
             model_id=model.name,
@@ -69,8 +73,9 @@ class Decoding:
             cache.k(layer).normal_(generator=generator)
             cache.v(layer).normal_(generator=generator)
         self._recorder = Recorder()
-        attention = TappedAttention(TorchAttention(cache, config.attention), self._recorder)
-        ops = TappedOps(TorchOps(), self._recorder)
+        backend = TorchAttention if plain else best_cpu_attention
+        attention = TappedAttention(backend(cache, config.attention), self._recorder)
+        ops = TappedOps(TorchOps() if plain else best_cpu_ops(), self._recorder)
         self._engine = Engine(
             SchedulerConfig(token_budget=max(BATCHES), max_num_seqs=max(BATCHES), max_waiting=1),
             BlockManager(num_blocks, _BLOCK_SIZE),
@@ -87,7 +92,7 @@ class Decoding:
         """One decode step, as a worker takes it. Raises BenchmarkError unless each sequence gets a token."""
         schedule = self._engine.schedule()
         outputs = self._engine.publish(schedule, self._engine.run(schedule))
-        if sum(output.sample is not None and output.finish_reason is None for output in outputs) != self._batch:
+        if sum(len(output.samples) == 1 and output.finish_reason is None for output in outputs) != self._batch:
             raise BenchmarkError(f"a step did not give {self._batch} sequences a token each")
 
     def record(self) -> None:
@@ -124,9 +129,9 @@ class Decoding:
         self._engine.admit_received(seq, seq.num_tokens, TokenSample(seq.token_ids[0]))
 
 
-def measure(model: PreparedModel, batch: int, report: Report, options: Options) -> None:
+def measure(model: PreparedModel, batch: int, report: Report, options: Options, *, plain: bool) -> None:
     """One line: this model at this batch."""
-    decoding = Decoding(model, batch, options.seed)
+    decoding = Decoding(model, batch, options.seed, plain=plain)
     for _ in range(_WARM_UP_STEPS):
         decoding.step()
     one_step_ms = decoding.step_ms(_WARM_UP_STEPS)
@@ -138,23 +143,32 @@ def measure(model: PreparedModel, batch: int, report: Report, options: Options) 
         functools.partial(decoding.bare_ms, num_steps),
         options.num_pairs,
     )
-    times = summarise("step_ms", f"{model.name}:batch{batch}", "ms", Better.LOWER, "bare", pairs, options.seed)
+    times = summarise(
+        "step_ms",
+        f"{model.name}:{model.weight_dtype.value}:batch{batch}",
+        "ms",
+        Better.LOWER,
+        "bare",
+        pairs,
+        options.seed,
+    )
     report.note(f"{times.variant}: a step takes {times.value:.3f} ms, its bare calls {times.baseline_value:.3f} ms")
     # The bare calls have no overhead; the ratio is what a step without any would cost, over what it does cost.
     report.add(replace(times, metric="step_overhead_share", unit="share", value=1.0 - times.ratio, baseline_value=0.0))
 
 
-def models(given: str | None, cache_dir: Path, report: Report) -> list[PreparedModel]:
+def models(given: str | None, cache_dir: Path, dtype: WeightDtype, report: Report) -> list[PreparedModel]:
     """The tiny model, and the one given or, without one, the larger one if somebody has prepared it before."""
     sources: list[str | Path] = [TINY_MODEL]
     if given is not None:
         sources.append(given)
     else:
-        ready = sorted(path for path in cache_dir.glob(f"{LARGER_MODEL}-*") if is_prepared(path))
+        ready = [path for path in sorted(cache_dir.glob(f"{LARGER_MODEL}-*")) if is_prepared(path)]
+        ready = [path for path in ready if open_prepared(path).weight_dtype is dtype]
         sources += ready[:1]
         if not ready:
             report.note(f"{LARGER_MODEL} is not prepared; --model {LARGER_MODEL} prepares and measures it")
-    return [prepare_model(source, cache_dir, lambda stage, fraction: None) for source in sources]
+    return [prepare_model(source, cache_dir, lambda stage, fraction: None, dtype) for source in sources]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -162,12 +176,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a second model: directory, .gguf file, prepared directory or known alias")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR, help="where prepared models are kept")
+    parser.add_argument("--weight-dtype", type=WeightDtype, default=WeightDtype.FP32, help="fp32, bf16, fp16 or int8")
+    parser.add_argument("--plain", action="store_true", help="without the C kernels")
     options, given = Options.parse(parser, argv)
     torch.set_num_threads(1)
     with Report(options) as report:
-        for model in models(given.model, given.cache_dir.expanduser(), report):
+        for model in models(given.model, given.cache_dir.expanduser(), given.weight_dtype, report):
             for batch in BATCHES:
-                measure(model, batch, report, options)
+                measure(model, batch, report, options, plain=given.plain)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,41 @@
 """From options to an engine that runs: the model is prepared and mapped, the pool laid out, the parts joined."""
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.attention.torch_paged import TorchAttention
+from engine.attention.interface import AttentionBackend
+from engine.attention.native import best_cpu_attention
+from engine.cpu_placement import pin
 from engine.engine import Engine
-from engine.model_runner import ModelRunner
+from engine.execution.cuda import check_cuda
+from engine.execution.graphs import GraphShape
+from engine.model_runner import Model, ModelRunner, Runner
 from engine.models import load_model
-from engine.ops.torch_ops import TorchOps
+from engine.native import NativeUnavailable, kernels
+from engine.ops.native_ops import best_cpu_ops
 from engine.options import DEFAULT_POOL_BYTES, EngineOptions
 from engine.paged_cache import PagedCache
+from engine.parallel.channel import PoolFile
+from engine.parallel.group import TensorParallel
+from engine.parallel.leader import Followers, LeaderModel
+from engine.parallel.rank import RankParts, load_rank
+from engine.parallel.shard import check_split
+from engine.prefix_holds import PoolCopies
 from engine.prepare import prepare_model
 from engine.prepared_model import PreparedModel
 from engine.sampler import Sampler
 from engine.scheduler import SchedulerConfig
+from engine.weight_dtypes import WeightDtype
 from engine.wire import DoorLimits
 from kv_cache.block_hash import BlockHasher
 from kv_cache.block_manager import BlockManager
 from kv_cache.layout import KVCacheLayout, KVDtype
+
+if TYPE_CHECKING:
+    from engine.execution.build import DeviceEngine
 
 _log = logging.getLogger(__name__)
 
@@ -55,10 +70,14 @@ def plan_engine(options: EngineOptions, *, available_bytes: int | None) -> Engin
     """Prepare the model, if nobody has yet, and size the pool; `available_bytes` is the memory free now, if known.
 
     Raises KvferryError for a model that cannot be used (see `prepare_model`), ValueError for a context that the model
-    does not have or a pool that does not fit the memory.
+    does not have, a pool that does not fit the memory, or a device that torch does not see.
     """
-    model = prepare_model(options.model, options.cache_dir.expanduser(), _log_progress)
-    config = model.config
+    if options.device != "cpu":
+        check_cuda(torch.device(options.device))
+    weight_dtype = WeightDtype(options.weight_dtype) if options.weight_dtype else None
+    model = prepare_model(options.model, options.cache_dir.expanduser(), _log_progress, weight_dtype)
+    config = model.shape
+    check_split(model.shape, options.tensor_parallel)
     if options.max_context_tokens > config.max_context_tokens:
         raise ValueError(f"--max-context-tokens is beyond the model's limit of {config.max_context_tokens}")
     layout = KVCacheLayout(
@@ -68,7 +87,7 @@ def plan_engine(options: EngineOptions, *, available_bytes: int | None) -> Engin
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=options.block_size,
-        dtype=KVDtype.FP32,
+        dtype=KVDtype(options.kv_cache_dtype),
     )
     pool_bytes = min(DEFAULT_POOL_BYTES, (available_bytes or DEFAULT_POOL_BYTES) // 4)
     num_blocks = options.num_blocks or max(1, pool_bytes // layout.block_bytes)
@@ -84,40 +103,124 @@ def plan_engine(options: EngineOptions, *, available_bytes: int | None) -> Engin
     return EnginePlan(model, layout, num_blocks, limits)
 
 
-def build_engine(options: EngineOptions, plan: EnginePlan, pool: memoryview, *, prefill_only: bool) -> Engine:
+def start_followers(options: EngineOptions, plan: EnginePlan, pool_file: tuple[int, int] | None) -> Followers | None:
+    """Start the processes of the other ranks, which load while this one does; None when the model is not split.
+
+    `pool_file`: descriptor of the memory file that the pool is in, and where it begins there. Raises ValueError when
+    there are ranks and no such file, OSError when a process cannot be started.
+    """
+    if options.tensor_parallel == 1:
+        return None
+    if pool_file is None:
+        raise ValueError("the ranks of a model that is split need a pool in shared memory")
+    known = {field.name: getattr(options, field.name) for field in fields(EngineOptions)}
+    settled = EngineOptions(**{**known, "model": str(plan.model.path), "num_blocks": plan.num_blocks})
+    return Followers(settled, PoolFile(*pool_file), plan.pool_bytes)
+
+
+def build_rank(options: EngineOptions, plan: EnginePlan, pool: memoryview, group: TensorParallel) -> RankParts:
+    """One rank's part of the engine, over the pool that all ranks share. Raises KvferryError as `load_rank` does, and
+    ValueError for CPUs that this process may not use."""
+    _place(options)
+    ops, threads = best_cpu_ops(options.threads), options.threads
+    return load_rank(plan.model, ops, group, lambda heads: _attention(plan, pool, threads, heads))
+
+
+def build_engine(
+    options: EngineOptions,
+    plan: EnginePlan,
+    pool: memoryview,
+    *,
+    prefill_only: bool,
+    followers: Followers | None = None,
+) -> Engine:
     """Join the parts. `pool`: writable, page-aligned, `plan.pool_bytes` long; it must outlive the engine.
 
-    The engine belongs to the thread that will step it. Sets torch to one thread for the whole process.
+    With `followers` this process is rank 0 of them; whoever started them closes them after the engine's last step.
+    The engine belongs to the thread that will step it. Sets torch's threads, and the CPUs, of the whole process.
+    Raises KvferryError when a part cannot be loaded, here or there, ValueError for CPUs that it may not use or a device
+    that does not do, and OSError when a device cannot have `pool` pinned.
     """
-    torch.set_num_threads(1)
-    model = load_model(plan.model, TorchOps())
-    cache = PagedCache(plan.layout, plan.num_blocks, pool)
+    _place(options)
+    runner: Runner
+    copies: PoolCopies | None = None
+    if options.device != "cpu":
+        on_device = _on_device(options, plan, pool, prefill_only)
+        runner, copies = on_device.runner, on_device.mirror
+    else:
+        runner = _cpu_runner(options, plan, pool, followers)
     config = SchedulerConfig(
         token_budget=options.token_budget,
         max_num_seqs=options.max_num_seqs,
         max_waiting=options.max_waiting,
         prefill_only=prefill_only,
+        speculative_tokens=0 if prefill_only else options.speculative_tokens,
     )
-    runner = ModelRunner(model, TorchAttention(cache, plan.model.config.attention), Sampler(), options.block_size)
     return Engine(
         config,
         BlockManager(plan.num_blocks, options.block_size),
         BlockHasher.for_layout(plan.layout),
         runner,
+        copies,
     )
 
 
-def log_load(what: str, plan: EnginePlan) -> None:
-    """One line about what a worker serves and from how large a pool."""
+def _cpu_runner(options: EngineOptions, plan: EnginePlan, pool: memoryview, followers: Followers | None) -> ModelRunner:
+    model: Model
+    if followers is None:
+        model = load_model(plan.model, best_cpu_ops(options.threads))
+        attention = _attention(plan, pool, options.threads)
+    else:
+        parts = build_rank(options, plan, pool, followers.group)
+        followers.connect()
+        model, attention = LeaderModel(parts.model, parts.ops, followers), parts.attention
+    return ModelRunner(model, attention, Sampler(), options.block_size)
+
+
+def _on_device(options: EngineOptions, plan: EnginePlan, pool: memoryview, prefill_only: bool) -> "DeviceEngine":
+    try:  # Not at the top: it needs Triton, which is an extra.
+        from engine.execution.build import build_on_device, cuda_device
+    except ImportError as error:
+        raise ValueError(f"--device {options.device} needs Triton: pip install kvferry[gpu] ({error})") from error
+    shape = None
+    if not prefill_only:
+        shape = GraphShape(options.max_num_seqs, plan.limits.max_context_tokens, options.block_size)
+    try:
+        return build_on_device(plan.model, plan.layout, pool, shape, cuda_device(options.device))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"--device {options.device} has too little memory (--num-blocks): {error}") from error
+
+
+def _place(options: EngineOptions) -> None:
+    torch.set_num_threads(options.threads)
+    pin(options.pin_cpus)
+
+
+def _attention(plan: EnginePlan, pool: memoryview, threads: int, heads: range | None = None) -> AttentionBackend:
+    cache = PagedCache(plan.layout, plan.num_blocks, pool, heads)
+    return best_cpu_attention(cache, plan.model.shape.attention, threads)
+
+
+def log_load(what: str, plan: EnginePlan, device: str = "cpu") -> None:
+    """One line about what a worker serves, from how large a pool, and with which kernels."""
+    computed_by = device
+    try:
+        if device == "cpu":
+            computed_by = kernels().instructions
+    except NativeUnavailable as error:
+        computed_by = f"torch, slowly: the C kernels cannot be used, {error}"
     _log.info(
-        "%s: %s (%s), %d blocks of %d tokens, %.0f MiB of KV, context %d",
+        "%s: %s (%s), weights %s, %d blocks of %d tokens, %.0f MiB of KV in %s, context %d, computed by %s",
         what,
         plan.model.name,
         plan.model.revision[:12],
+        plan.model.weight_dtype.value,
         plan.num_blocks,
         plan.layout.block_size,
         plan.pool_bytes / 2**20,
+        plan.layout.dtype.value,
         plan.limits.max_context_tokens,
+        computed_by,
     )
 
 

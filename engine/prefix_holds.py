@@ -8,11 +8,24 @@ A hold has whole blocks only, and a name of the caller's that no sequence has. E
 thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kv_cache.block_hash import BlockHash, BlockHasher
 from kv_cache.block_manager import BlockManager
+
+
+class PoolCopies(Protocol):
+    """Between the pool that hand-offs see and the engine's own, where these are two. See PoolMirror."""
+
+    def to_host(self, block_ids: Iterable[int]) -> None:
+        """A hand-off is going to read these blocks."""
+        ...
+
+    def to_device(self, block_ids: Iterable[int]) -> None:
+        """A hand-off has filled these blocks, and the engine is going to read them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +46,11 @@ class HeldPrefix:
 class PrefixHolds:
     """All holds of one engine. Falsy when there are none."""
 
-    def __init__(self, block_manager: BlockManager, hasher: BlockHasher) -> None:
+    def __init__(self, block_manager: BlockManager, hasher: BlockHasher, copies: PoolCopies | None = None) -> None:
+        """`copies`: None where hand-offs and engine use one pool."""
         self._block_manager = block_manager
         self._hasher = hasher
+        self._copies = copies
         self._held: dict[str, HeldPrefix] = {}
 
     def __len__(self) -> int:
@@ -49,7 +64,10 @@ class PrefixHolds:
         hashes = self._hashes(token_ids, salt)
         if self._block_manager.match_prefix(hashes, token_ids) < len(hashes):
             return None
-        return self._hold(name, token_ids, hashes)
+        held = self._hold(name, token_ids, hashes)
+        if held is not None and self._copies is not None:
+            self._copies.to_host(held.block_table)
+        return held
 
     def reserve(self, name: str, token_ids: Sequence[int], salt: bytes) -> HeldPrefix | None:
         """Hold a prefix that is not all here, with room for what is missing. Nobody can match that room before `keep`.
@@ -69,6 +87,8 @@ class PrefixHolds:
         Raises KeyError for a name that holds nothing.
         """
         held, size = self._held[name], self._block_manager.block_size
+        if self._copies is not None:
+            self._copies.to_device(held.block_table[held.cached_blocks :])
         for index in range(held.cached_blocks, len(held.block_table)):
             tokens = held.token_ids[index * size : (index + 1) * size]
             self._block_manager.store(name, index, held.block_hashes[index], tokens)

@@ -186,6 +186,12 @@ class Report:
         self._out.write(json_line(result, self._options) + "\n")
         self._out.flush()
 
+    def missing(self, baseline: str, reason: str) -> None:
+        """Say in a line that there is nothing to compare with under this name."""
+        facts = {"metric": "missing", "baseline": baseline, "reason": reason, "seed": self._options.seed}
+        self._out.write(json.dumps({**facts, "machine": machine(), "commit": commit()}) + "\n")
+        self._out.flush()
+
     def note(self, text: str) -> None:
         """Tell the person who waits."""
         self._err.write(text + "\n")

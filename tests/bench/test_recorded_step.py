@@ -9,7 +9,8 @@ from bench.common.recorded_step import Call, Recorder, TappedAttention, TappedOp
 from engine.attention.interface import LayerAttention
 from engine.attention.torch_paged import TorchAttention
 from engine.batch import BatchRow, build_batch
-from engine.model_config import ModelConfig, parse_model_config
+from engine.families import parse_model_config
+from engine.model_config import ModelConfig
 from engine.models.transformer import Transformer
 from engine.ops.torch_ops import TorchOps
 from engine.paged_cache import PagedCache

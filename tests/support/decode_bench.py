@@ -5,6 +5,7 @@ from typing import Any
 
 from decode_worker.export import Exporter
 from decode_worker.worker import AdmitRequest, CancelRequest, DecodeWorker, ExportEvent, sequence_id
+from engine.sequence import SamplingParams
 from kvferry_rpc.common_pb2 import TokenOutput
 from kvferry_rpc.internal_pb2 import DecodeEvent
 from runtime.clock import ManualClock
@@ -21,8 +22,8 @@ TOKEN = TokenOutput(token_id=5).SerializeToString()
 class DecodeBench:
     """A worker with eight blocks of 8 tokens, and what two routers hear from it."""
 
-    def __init__(self, num_blocks: int = 8) -> None:
-        self.toy = ToyEngine(MODEL, num_blocks=num_blocks)
+    def __init__(self, num_blocks: int = 8, speculative_tokens: int = 0) -> None:
+        self.toy = ToyEngine(MODEL, num_blocks=num_blocks, speculative_tokens=speculative_tokens)
         self.inbox: deque[Any] = deque()
         self.receiver = ScriptedReceiver(self.toy.cache, self.inbox)
         self.clock = ManualClock()
@@ -40,12 +41,20 @@ class DecodeBench:
         self.heard: dict[int, list[DecodeEvent]] = {1: [], 2: []}
         self.messages = 0
 
-    def admit(self, name: str = "r", session: int = 1, *, local: bool = False, max_tokens: int = 4) -> None:
+    def admit(
+        self,
+        name: str = "r",
+        session: int = 1,
+        *,
+        local: bool = False,
+        max_tokens: int = 4,
+        sampling: SamplingParams | None = None,
+    ) -> None:
         def emit(events: list[DecodeEvent]) -> None:
             self.messages += 1
             self.heard[session].extend(events)
 
-        seq = sequence(sequence_id(session, name, 1), PROMPT, max_tokens=max_tokens)
+        seq = sequence(sequence_id(session, name, 1), PROMPT, max_tokens=max_tokens, sampling=sampling)
         self.worker.handle(AdmitRequest(session, name, 1, seq, local, 10.0, emit))
 
     def cancel(self, name: str = "r", session: int = 1) -> None:

@@ -49,6 +49,7 @@ class PrefillBench:
         deadline: float = 10.0,
         salt: bytes = b"",
         layout: KVCacheLayout | None = None,
+        awaits_constraint: bool = False,
     ) -> Submit:
         needed = -(-len(prompt) // 8) - first_block if blocks is None else blocks
         ticket = Ticket(
@@ -61,7 +62,7 @@ class PrefillBench:
         events: list[PrefillEvent] = []
         self.heard.append(events)
         seq = sequence(handoff_id, prompt, cache_salt=salt)
-        submit = Submit(seq, ticket, self.clock.now(), deadline, events.append, source)
+        submit = Submit(seq, ticket, self.clock.now(), deadline, events.append, source, awaits_constraint)
         self.calls.append(submit)
         self.worker.handle(submit)
         return submit

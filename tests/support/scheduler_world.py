@@ -2,7 +2,7 @@
 
 import random
 
-from engine.scheduler import Schedule, Scheduler, SchedulerConfig
+from engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from engine.sequence import FinishReason, SamplingParams, Sequence, TokenSample
 from kv_cache.block_hash import BlockHasher
 from kv_cache.block_manager import BlockManager
@@ -23,9 +23,10 @@ class World:
         max_waiting: int = 1000,
         prefill_only: bool = False,
         headroom: float = 0.01,
+        speculative_tokens: int = 0,
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK)
-        config = SchedulerConfig(token_budget, max_num_seqs, max_waiting, prefill_only, headroom)
+        config = SchedulerConfig(token_budget, max_num_seqs, max_waiting, prefill_only, headroom, speculative_tokens)
         self.scheduler = Scheduler(config, self.blocks, BlockHasher("m", "r", BLOCK, KVDtype.FP32))
         self.steps = 0
 
@@ -38,14 +39,25 @@ class World:
         schedule = self.scheduler.schedule()
         assert schedule.num_tokens <= self.scheduler.config.token_budget
         assert len(schedule.items) <= self.scheduler.config.max_num_seqs
-        self.scheduler.complete(schedule.items)
-        for item in schedule.items:
-            token = draw.randrange(1000) if draw else 1
-            if item.samples and item.seq.append_token(TokenSample(token)):
-                self.end(item.seq)
+        ended = [item.seq for item in schedule.items if self.apply(item, draw)]
+        for seq in ended:
+            self.end(seq)
         self.blocks.check_integrity()
         self.steps += 1
         return schedule
+
+    def apply(self, item: ScheduledSequence, draw: random.Random | None = None) -> bool:
+        """Append what one item samples, and what follows right guesses. Whether the sequence ends."""
+        seq, num_computed, ends = item.seq, item.num_new_tokens - len(item.draft_token_ids), False
+        guesses = [*item.draft_token_ids, None] if item.samples else []
+        for guess in guesses:
+            token = draw.randrange(1000) if draw else 1
+            ends = seq.append_token(TokenSample(token)) is not None
+            if ends or token != guess:
+                break
+            num_computed += 1
+        self.scheduler.complete(seq, num_computed)
+        return ends
 
     def end(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)

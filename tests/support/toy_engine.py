@@ -1,21 +1,22 @@
 """A whole engine around the toy model, on a pool that starts full of NaN."""
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from engine.attention.torch_paged import TorchAttention
 from engine.engine import Engine, SequenceOutput
-from engine.model_runner import ModelRunner
+from engine.model_runner import ModelRunner, Runner
 from engine.paged_cache import PagedCache
+from engine.prefix_holds import PoolCopies
 from engine.sampler import Sampler
 from engine.scheduler import SchedulerConfig
 from engine.sequence import SamplingParams, Sequence
 from kv_cache.block_hash import BlockHasher
 from kv_cache.block_manager import BlockManager
 from kv_cache.layout import KVCacheLayout
+from tests.support.ledger_model import LedgerModel
 from tests.support.toy_model import ToyModel
 
 EOS = 0
@@ -35,7 +36,7 @@ class ToyEngine:
 
     def __init__(
         self,
-        model: ToyModel,
+        model: ToyModel | LedgerModel,
         *,
         num_blocks: int,
         block_size: int = 8,
@@ -44,14 +45,25 @@ class ToyEngine:
         max_waiting: int = 64,
         prefill_only: bool = False,
         prefix_caching: bool = True,
+        speculative_tokens: int = 0,
+        make_runner: Callable[[PagedCache], tuple[Runner, PoolCopies | None]] | None = None,
     ) -> None:
+        """`make_runner`: gives what computes in place of a ModelRunner, for the pool that hand-offs see, and what
+        copies between that and its own."""
         layout = model.layout(block_size)
         self.model = model
         self.cache = poisoned_cache(layout, num_blocks)
         self.blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
-        runner = ModelRunner(model, TorchAttention(self.cache, model.attention), Sampler(), block_size)
-        config = SchedulerConfig(token_budget, max_num_seqs, max_waiting, prefill_only)
-        self.engine = Engine(config, self.blocks, BlockHasher.for_layout(layout), runner)
+        runner: Runner
+        copies: PoolCopies | None = None
+        if make_runner is None:
+            runner = ModelRunner(model, model.backend(self.cache), Sampler(), block_size)
+        else:
+            runner, copies = make_runner(self.cache)
+        config = SchedulerConfig(
+            token_budget, max_num_seqs, max_waiting, prefill_only, speculative_tokens=speculative_tokens
+        )
+        self.engine = Engine(config, self.blocks, BlockHasher.for_layout(layout), runner, copies)
 
     def step(self) -> list[SequenceOutput]:
         """Schedule, run, publish, audit; what is free afterwards is poisoned."""
