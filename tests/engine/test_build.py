@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import engine.build
+from engine.attention.interface import AttentionBackend
+from engine.attention.native import best_cpu_attention
 from engine.build import build_engine, log_load, plan_engine
+from engine.ops.interface import Ops
+from engine.ops.native_ops import best_cpu_ops
 from engine.options import EngineOptions
+from engine.paged_cache import PagedCache
 from engine.sequence import SamplingParams, Sequence
 from tests.support.tiny_checkpoints import make_model, save_checkpoint
 
@@ -66,14 +73,36 @@ def test_an_engine_of_narrow_numbers_generates(
         model=str(source), cache_dir=tmp_path, num_blocks=8, weight_dtype=weight_dtype, kv_cache_dtype=kv_cache_dtype
     )
     plan = plan_engine(options, available_bytes=None)
-    engine = build_engine(options, plan, memoryview(mmap.mmap(-1, plan.pool_bytes)), prefill_only=False)
+    running = build_engine(options, plan, memoryview(mmap.mmap(-1, plan.pool_bytes)), prefill_only=False)
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     seq = Sequence("s", list(range(3, 30)), sampling, max_context_tokens=100)
-    engine.add(seq)
-    while engine.has_work:
-        schedule = engine.schedule()
-        engine.publish(schedule, engine.run(schedule))
+    running.add(seq)
+    while running.has_work:
+        schedule = running.schedule()
+        running.publish(schedule, running.run(schedule))
     assert len(seq.output_token_ids) == 20
+
+
+def test_the_c_kernels_get_as_many_threads_as_were_asked_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def ops(threads: int) -> Ops:
+        given.append(threads)
+        return best_cpu_ops(threads)
+
+    def attention(cache: PagedCache, layers: Any, threads: int) -> AttentionBackend:
+        given.append(threads)
+        return best_cpu_attention(cache, layers, threads)
+
+    monkeypatch.setattr(engine.build, "best_cpu_ops", ops)
+    monkeypatch.setattr(engine.build, "best_cpu_attention", attention)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    options = EngineOptions(model=str(source), cache_dir=tmp_path, num_blocks=2, threads=3)
+    plan = plan_engine(options, available_bytes=None)
+    build_engine(options, plan, memoryview(mmap.mmap(-1, plan.pool_bytes)), prefill_only=False)
+    assert given == [3, 3, 3]
 
 
 def test_an_engine_for_cpus_that_the_machine_lacks_is_refused(source: Path, tmp_path: Path) -> None:
