@@ -36,7 +36,7 @@ class EngineOptions:
     max_context_tokens: int = flag(0, "Longest prompt plus output; 0 takes the model's limit.")
     device: str = flag("cpu", "Where the model and its KV pool are: cpu, cuda or cuda:N.")
     tensor_parallel: int = flag(1, "Processes that the model is split over; each holds its share of the weights.")
-    threads: int = flag(1, "Compute threads. More help large models with long prompts, and hurt on a busy machine.")
+    threads: int = flag(1, "Compute threads of each process. More than there are idle cores do not help.")
     pin_cpus: str = flag("", "CPUs that the process may run on, such as 0-3,6; empty means all.")
 
     def validate(self) -> None:

@@ -9,6 +9,7 @@ block 0                                   block 1
 import math
 import mmap
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ class PagedCache:
             # Zeroed, and in huge pages if the system has any: pages of the pool are read in no order, and looking up
             # small ones costs attention up to a third of its time.
             memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
             buffer = memoryview(memory)
         if buffer.readonly or not buffer.contiguous or buffer.nbytes < size_bytes:
             raise ValueError(f"a pool of {num_blocks} blocks needs {size_bytes} writable bytes, got {buffer.nbytes}")

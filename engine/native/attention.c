@@ -60,7 +60,7 @@ struct product {
     long ldc;
     const float *keep;
     const uint8_t *const *ahead; /* fetched into the cache on the way: as many rows of `ahead_stride` bytes */
-    long ahead_stride;
+    long ahead_stride, ahead_from, ahead_to; /* which of each 8 rows (`multiply_all` says) */
 };
 
 /* Query rows on their way through the keys. `padded`: head_dim rounded up to 16. Everything float lies in the scratch

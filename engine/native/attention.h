@@ -29,7 +29,8 @@ INLINE void NAME(multiply)(const int rows, const int columns, const int dtype, c
         const uint8_t *ahead = product->ahead ? product->ahead[k >> 3] + (k & 7) * product->ahead_stride : 0;
         for (; k < end; k++, b += ldb) {
             if (ahead) {
-                prefetch(ahead, product->ahead_stride);
+                if ((k & 7) >= product->ahead_from && (k & 7) < product->ahead_to)
+                    prefetch(ahead, product->ahead_stride);
                 ahead += product->ahead_stride;
             }
             vf row[MAX_COLUMNS];
@@ -82,16 +83,19 @@ static void (*const NAME(products)[][MAX_COLUMNS][DIRECT_ROWS])(const struct pro
 #undef PRODUCTS_OF
 #undef NAMES_OF
 
-/* The whole product, `columns` vectors wide from column 0 of b and c on. */
+/* The whole product, `columns` vectors wide from column 0 of b and c on. Each part of it fetches its share of what is
+ * ahead: all of it on the way through the first would be a burst. */
 TARGET static void NAME(multiply_all)(struct product product, long rows, long columns) {
     const long most = rows > MAX_ROWS ? MAX_COLUMNS / 2 : MAX_COLUMNS;
-    for (long parts = (columns + most - 1) / most; parts > 0; parts--) {
+    const long all = (columns + most - 1) / most;
+    for (long parts = all; parts > 0; parts--) {
         const long width = columns / parts;
         columns -= width;
+        product.ahead_from = 8 * (all - parts) / all;
+        product.ahead_to = 8 * (all - parts + 1) / all;
         NAME(products)[product.dtype][width - 1][rows - 1](&product);
         product.c += width * LANES;
         product.column += width * LANES;
-        product.ahead = 0;
     }
 }
 
@@ -210,8 +214,18 @@ INLINE void NAME(score_rows)(const struct tile *tile, long from, long to, const 
     }
 }
 
+#if LANES == 16
+#include "score_bytes.h"
+#endif
+
 /* All rows' scores with keys from..to, which are whole vectors. */
 TARGET static void NAME(score_directly)(const struct tile *tile, long from, long to) {
+#if LANES == 16
+    if (tile->k_dtype == KV_INT8 && tile->padded % 64 == 0) {
+        NAME(score_int8)(tile, from, to);
+        return;
+    }
+#endif
     switch (tile->padded) {
     case 64: NAME(score_rows)(tile, from, to, 64); break;
     case 80: NAME(score_rows)(tile, from, to, 80); break;

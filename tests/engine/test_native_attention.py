@@ -51,7 +51,7 @@ def test_a_mixed_batch_attends_as_the_textbook_says(level: Level, dtype: KVDtype
 
 @each_level
 @pytest.mark.parametrize("head_dim", [2, 6, 20, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [KVDtype.FP32, KVDtype.BF16, KVDtype.FP8_E4M3])
+@pytest.mark.parametrize("dtype", [KVDtype.FP32, KVDtype.BF16, KVDtype.FP8_E4M3, KVDtype.INT8])
 def test_any_even_head_dim(level: Level, head_dim: int, dtype: KVDtype) -> None:
     PagedRows((6, 2), 8, [(70, 1), (9, 1), (60, 9)], dtype, head_dim=head_dim, backend=at(level)).check()
 

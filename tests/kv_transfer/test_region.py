@@ -1,6 +1,8 @@
 """Memory that a peer can map: aligned, checked, and gone when closed."""
 
 import os
+import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -22,6 +24,29 @@ def test_a_pool_begins_on_a_page_border_and_is_zero(shared: bool, size: int) -> 
         assert region.buffer.nbytes == region.size_bytes == size
         assert not region.buffer.readonly
         assert not any(region.buffer)
+
+
+def flags_of(address: int) -> list[str]:
+    """What the system knows of the mapping that the address is in."""
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            within = int(found[1], 16) <= address < int(found[2], 16)
+        elif within and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"{address:x} is not mapped")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages in this system")
+def test_private_memory_may_be_in_huge_pages() -> None:
+    with MemoryRegion.allocate(4 << 20, shared=False) as region:
+        assert "hg" in flags_of(address_of(region))
+
+
+def test_a_system_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_module.mmap, "MADV_HUGEPAGE", 9999)
+    with MemoryRegion.allocate(4 << 20, shared=False) as region:
+        assert not any(region.buffer[:4096])
 
 
 def test_what_one_side_writes_the_other_reads() -> None:
