@@ -4,6 +4,7 @@ OFFSET is added to every token, so that its texts differ; "broken" cannot load, 
 """
 
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,11 +38,13 @@ class FakeEngine:
 
 
 def load(setup: Setup) -> LoadedEngine:
-    """A loaded engine, unless it is a broken one. Writes to stdout, as libraries do."""
+    """A loaded engine, unless it is a broken one. Writes to stdout and leaves a thread behind, as libraries do."""
     sys.__stdout__.write(f"loading {setup.model} with {setup.threads} threads\n")
     kind = sys.argv[1] if len(sys.argv) > 1 else "0"
     if kind == "broken":
         raise RuntimeError("no such architecture")
+    if kind != "dying":
+        threading.Thread(target=threading.Event().wait).start()
     return FakeEngine(kind)
 
 
