@@ -31,6 +31,9 @@ from runtime.grpc_life import channel, channel_options
 
 DEFAULT_TIMEOUT_S = 600.0
 _QUICK_TIMEOUT_S = 30.0  # calls that compute nothing
+# Within the cluster whoever cannot connect tries again at once. Here a call has one try, and a busy router may need
+# seconds to greet.
+_CONNECT_TIMEOUT_S = 15.0
 
 
 def chat_request(
@@ -59,7 +62,7 @@ class Client:
         """`address` is host:port of the router's gRPC service; `timeout_s` bounds a whole generation."""
         self.address = address
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._channel = grpc.insecure_channel(address, options=channel_options(connect_timeout_s=_CONNECT_TIMEOUT_S))
         self._stub = public_pb2_grpc.KvferryStub(self._channel)
 
     def models(self) -> list[Model]:
@@ -117,7 +120,7 @@ class AsyncClient:
         """See `Client`."""
         self.address = address
         self._timeout_s = timeout_s
-        self._channel = channel(address)
+        self._channel = channel(address, connect_timeout_s=_CONNECT_TIMEOUT_S)
         self._stub = public_pb2_grpc.KvferryStub(self._channel)
 
     async def models(self) -> list[Model]:

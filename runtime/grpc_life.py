@@ -18,6 +18,7 @@ from runtime.secret_channel import SecretChannel
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 PING_INTERVAL_S = 10.0
 PING_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 1.0
 _HANDLERS_END_TIMEOUT_S = 5.0
 
 if TYPE_CHECKING:  # generic in the stubs only
@@ -34,8 +35,12 @@ def _message_options(max_received_bytes: int = MAX_MESSAGE_BYTES) -> _Options:
     )
 
 
-def channel_options(ping_interval_s: float = PING_INTERVAL_S) -> _Options:
-    """Options of every client channel, synchronous or not: pings also while nothing is called, quick reconnects."""
+def channel_options(ping_interval_s: float = PING_INTERVAL_S, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> _Options:
+    """Options of every client channel, synchronous or not: pings also while nothing is called, quick reconnects.
+
+    A connection that is not up, its greeting included, after `connect_timeout_s` has failed, and so have the calls that
+    waited for it; one that is refused has failed at once.
+    """
     return (
         *_message_options(),
         ("grpc.keepalive_time_ms", round(ping_interval_s * 1000)),
@@ -43,7 +48,8 @@ def channel_options(ping_interval_s: float = PING_INTERVAL_S) -> _Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1000),
+        # For gRPC this is also how long an attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", round(connect_timeout_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", 1500),
         # A proxy from the environment must never see traffic between processes of the cluster, and two
         # channels must not share a broken connection.
@@ -66,12 +72,18 @@ def server_options(max_received_bytes: int = MAX_MESSAGE_BYTES) -> _Options:
     )
 
 
-def channel(address: str, secret: bytes | None = None, *, ping_interval_s: float = PING_INTERVAL_S) -> grpc.aio.Channel:
+def channel(
+    address: str,
+    secret: bytes | None = None,
+    *,
+    ping_interval_s: float = PING_INTERVAL_S,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+) -> grpc.aio.Channel:
     """An asyncio channel to `address` (host:port) whose calls carry `secret`, if given, as metadata.
 
     Connects on the first call. The caller closes it (`async with`, or `close()`). Event-loop thread only.
     """
-    plain = grpc.aio.insecure_channel(address, options=channel_options(ping_interval_s))
+    plain = grpc.aio.insecure_channel(address, options=channel_options(ping_interval_s, connect_timeout_s))
     return plain if secret is None else SecretChannel(plain, ((SECRET_METADATA_KEY, secret),))
 
 

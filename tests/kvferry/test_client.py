@@ -1,4 +1,6 @@
 import socket
+import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,6 +14,44 @@ def dead_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture
+def slow_to_greet(fake_router: str) -> Iterator[str]:
+    """A router whose connections are taken only after a while, as on a machine that is very busy."""
+    host, port = fake_router.rsplit(":", 1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    opened: list[socket.socket] = [listener]
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        threading.Event().wait(2.0)
+        router = socket.create_connection((host, int(port)))
+        opened.extend((client, router))
+        there = threading.Thread(target=pump, args=(client, router))
+        there.start()
+        pump(router, client)
+        there.join()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    thread.join()
+    for each in opened:
+        each.close()
+
+
+def test_a_router_that_takes_seconds_to_greet_is_waited_for(slow_to_greet: str) -> None:
+    with Client(slow_to_greet) as client:
+        assert client.default_model() == "fake"
 
 
 def test_a_chat_streams_and_ends_with_its_finish(fake_router: str) -> None:
