@@ -156,7 +156,8 @@ def _waits_inside_grpc(task: asyncio.Task[Any]) -> bool:
     """Whether it is gRPC's own wait for the status of a call.
 
     Where a write fails because the call has just been broken from afar, gRPC takes the call for ended, reads and
-    cancels no more, and so its status may never come. Nothing outside of gRPC can end that wait but the event loop's end.
+    cancels no more, and so its status may never come. Nothing outside of gRPC can end that wait but the end of the
+    event loop.
     """
     return "<_AioCall._handle_status_once_received()" in repr(task)
 
