@@ -142,15 +142,6 @@ TARGET_AVX512 static inline four sum4_avx512(__m512 a, __m512 b, __m512 c, __m51
 #define LOAD_I8 (vec_avx512) load_i8_avx512
 #define SUM4 sum4_avx512
 #include "ops_lanes.h"
-#undef FN
-#undef TARGET
-#undef LANES
-#undef MAX_ROWS
-#undef FEW_ROWS
-#undef FMA
-#undef LOAD_F16
-#undef LOAD_I8
-#undef SUM4
 
 #define FN(name) name##_avx2
 #define TARGET TARGET_AVX2
@@ -162,15 +153,6 @@ TARGET_AVX512 static inline four sum4_avx512(__m512 a, __m512 b, __m512 c, __m51
 #define LOAD_I8 (vec_avx2) load_i8_avx2
 #define SUM4 sum4_avx2
 #include "ops_lanes.h"
-#undef FN
-#undef TARGET
-#undef LANES
-#undef MAX_ROWS
-#undef FEW_ROWS
-#undef FMA
-#undef LOAD_F16
-#undef LOAD_I8
-#undef SUM4
 #endif
 
 static inline four load_f16_plain(const uint16_t *at)

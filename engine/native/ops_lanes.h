@@ -1,4 +1,4 @@
-/* The kernels of ops.c for one instruction set. Included once for each, with these defined:
+/* The kernels of ops.c for one instruction set. Included once for each, with these defined; they end with it:
 
    FN(name)   the name with the instruction set's suffix
    TARGET     function attribute that allows the instructions
@@ -287,3 +287,12 @@ TARGET static void FN(gated)(const float *gate_up, int64_t stride, float *out, i
 }
 
 #undef INLINE
+#undef FN
+#undef TARGET
+#undef LANES
+#undef MAX_ROWS
+#undef FEW_ROWS
+#undef FMA
+#undef LOAD_F16
+#undef LOAD_I8
+#undef SUM4
