@@ -1,7 +1,7 @@
 """The C kernels of the engine for CPUs, which hatch_build.py builds from the C files here where there is a compiler.
 
 One library for all of them; who uses functions of it declares them: engine/attention/native.py those of attention.c,
-engine/ops/native_ops.py those of ops.c. Any thread.
+engine/ops/native_ops.py those of ops.c and gemm.c. Any thread.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("kernels.so")
-VERSION = 2
+VERSION = 3
 
 
 class NativeUnavailable(Exception):
@@ -23,9 +23,15 @@ class Level(IntEnum):
     PLAIN_C = 0
     AVX2 = 1
     AVX512 = 2
+    AVX512_VNNI = 3
 
 
-_NAMES = {Level.PLAIN_C: "plain C", Level.AVX2: "AVX2", Level.AVX512: "AVX-512"}
+_NAMES = {
+    Level.PLAIN_C: "plain C",
+    Level.AVX2: "AVX2",
+    Level.AVX512: "AVX-512",
+    Level.AVX512_VNNI: "AVX-512 with VNNI",
+}
 
 
 class NativeKernels:

@@ -10,8 +10,6 @@
 #include "threads.h"
 #include "vectors.h"
 
-enum kv_dtype { KV_FP32 = 0, KV_FP16 = 1, KV_BF16 = 2, KV_FP8 = 3, KV_INT8 = 4 };
-
 /* Keys that a tile meets at once; most query rows of a tile; most rows for which K is not turned first. */
 enum { KEYS = 64, ROWS = 96, DIRECT_ROWS = 7 };
 
@@ -59,7 +57,9 @@ struct product {
     float *c;
     long ldc;
     const float *keep;
-    const uint8_t *const *ahead; /* fetched into the cache on the way: as many rows of `ahead_stride` bytes */
+    /* Fetched into the cache on the way, or NULL: as many rows of `ahead_stride` bytes as b has; the first level's and
+     * the second's. */
+    const uint8_t *const *near, *const *far;
     long ahead_stride, ahead_from, ahead_to; /* which of each 8 rows (`multiply_all` says) */
 };
 
@@ -67,12 +67,12 @@ struct product {
  * memory: q, out [ROWS][padded]; p [ROWS][KEYS]; k_room, v_room [KEYS][padded], k_room also [padded][KEYS]. */
 struct tile {
     const struct pool *pool;
-    const struct keys *ahead; /* the keys that are met next, or NULL */
+    const struct keys *near, *far; /* the keys that are met next and after that; at the end, the last again */
     long num_rows, padded, window, first_key, num_keys;
     long ahead_stride, ahead_share; /* bytes of a row of K or V; those of 8 rows that each query row fetches ahead */
     int direct;
     float soft_cap;
-    float *q, *out, *p, *k_room, *v_room, *k_scales, *v_scales, *most, *keep, *sums;
+    float *q, *q_columns, *out, *p, *k_room, *v_room, *k_scales, *v_scales, *most, *keep, *sums;
     const uint8_t *k[KEYS / 8], *v[KEYS / 8], **turned; /* K and V by groups of 8 keys, and K turned by 8 columns */
     int k_dtype, v_dtype;
     long positions[ROWS];
@@ -92,10 +92,12 @@ static inline struct range seen_by(const struct tile *tile, long r) {
     return seen;
 }
 
-/* The cache lines that begin within the bytes. */
-static inline void prefetch(const uint8_t *at, long bytes) {
-    const uint8_t *line = (const uint8_t *)(((uintptr_t)at + 63) & ~(uintptr_t)63);
-    for (; line < at + bytes; line += 64) __builtin_prefetch(line, 0, 3);
+/* The cache lines that begin within the bytes: of keys met next, and of keys met later, which wait in the second level
+ * of the cache. */
+static inline void look_ahead(const uint8_t *near, const uint8_t *far, long bytes) {
+    const long first = -(long)(uintptr_t)near & 63, first_far = -(long)(uintptr_t)far & 63;
+    for (long at = first; at < bytes; at += 64) __builtin_prefetch(near + at, 0, 3);
+    for (long at = first_far; at < bytes; at += 64) __builtin_prefetch(far + at, 0, 2);
 }
 
 #define TARGET
@@ -126,6 +128,7 @@ static inline void prefetch(const uint8_t *at, long bytes) {
 #include "lanes.h"
 #include "attention.h"
 #include "store.h"
+#include "byte_rows.h"
 #endif
 
 struct code {
@@ -141,6 +144,7 @@ static const struct code CODE[] = {
 #if HAS_X86_PATHS
     {begin_avx2, meet_keys_avx2, finish_avx2, turn_avx2, put_avx2},
     {begin_avx512, meet_keys_avx512, finish_avx512, turn_avx512, put_avx512},
+    {begin_vnni, meet_keys_vnni, finish_avx512, turn_avx512, put_avx512},
 #endif
 };
 
@@ -180,6 +184,7 @@ EXPORT int64_t kvferry_attend_scratch_bytes(int64_t head_dim) {
 static void set_out_room(struct tile *tile, float *scratch) {
     const long padded = tile->padded;
     tile->q = scratch;
+    tile->q_columns = tile->q + 8 * padded; /* of a direct tile, which has fewer rows */
     tile->out = tile->q + ROWS * padded;
     tile->p = tile->out + ROWS * padded;
     tile->k_room = tile->p + ROWS * KEYS;
@@ -236,14 +241,16 @@ static void attend_tile(const struct attention *a, struct tile *tile, long row, 
     a->code->begin(tile, from, (float)(soft_cap != 0 ? 2 * log2e * scale / soft_cap : scale * log2e));
     const long end = tile->positions[tile->num_rows - 1] + 1;
     long key = first_key(a->layer, tile->positions[0]);
-    struct keys keys[2];
-    int now = 0;
-    locate(&keys[now], pool, base, table, head, key, end);
-    for (; key < end; key += KEYS, now ^= 1) {
+    struct keys keys[3];
+    for (long i = 0; i < 2 && key + i * KEYS < end; i++)
+        locate(&keys[i], pool, base, table, head, key + i * KEYS, end);
+    for (long now = 0; key < end; key += KEYS, now = (now + 1) % 3) {
+        const long next = (now + 1) % 3, after = (now + 2) % 3;
+        if (key + 2 * KEYS < end) locate(&keys[after], pool, base, table, head, key + 2 * KEYS, end);
         tile->first_key = key;
         tile->num_keys = keys[now].count;
-        tile->ahead = key + KEYS < end ? &keys[now ^ 1] : 0;
-        if (tile->ahead) locate(&keys[now ^ 1], pool, base, table, head, key + KEYS, end);
+        tile->near = &keys[key + KEYS < end ? next : now];
+        tile->far = key + 2 * KEYS < end ? &keys[after] : tile->near;
         a->code->meet_keys(tile, &keys[now]);
     }
     a->code->finish(tile, to);

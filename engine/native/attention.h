@@ -26,12 +26,14 @@ INLINE void NAME(multiply)(const int rows, const int columns, const int dtype, c
     for (long k = product->from; k < product->to;) {
         const long end = (k | 7) < product->to ? (k | 7) + 1 : product->to;
         const uint8_t *b = product->b[k >> 3] + (k & 7) * ldb + product->column * item;
-        const uint8_t *ahead = product->ahead ? product->ahead[k >> 3] + (k & 7) * product->ahead_stride : 0;
+        const uint8_t *near = product->near ? product->near[k >> 3] + (k & 7) * product->ahead_stride : 0;
+        const uint8_t *far = product->near ? product->far[k >> 3] + (k & 7) * product->ahead_stride : 0;
         for (; k < end; k++, b += ldb) {
-            if (ahead) {
+            if (near) {
                 if ((k & 7) >= product->ahead_from && (k & 7) < product->ahead_to)
-                    prefetch(ahead, product->ahead_stride);
-                ahead += product->ahead_stride;
+                    look_ahead(near, far, product->ahead_stride);
+                near += product->ahead_stride;
+                far += product->ahead_stride;
             }
             vf row[MAX_COLUMNS];
             _Pragma("GCC unroll 4") for (int i = 0; i < columns; i++)
@@ -207,20 +209,27 @@ INLINE void NAME(score_rows)(const struct tile *tile, long from, long to, const 
         }
         for (long r = 0; r < tile->num_rows; r++) {
             const long begin = r * tile->ahead_share, rest = 8 * tile->ahead_stride - begin;
-            for (long i = key; tile->ahead && i < key + LANES; i += 8)
-                prefetch(tile->ahead->k[i >> 3] + begin, rest < tile->ahead_share ? rest : tile->ahead_share);
+            const long bytes = rest < tile->ahead_share ? rest : tile->ahead_share;
+            for (long i = key; i < key + LANES; i += 8)
+                look_ahead(tile->near->k[i >> 3] + begin, tile->far->k[i >> 3] + begin, bytes);
             NAME(store)(tile->p + r * KEYS + key, NAME(dots)(tile->q + r * tile->padded, low, high, ld, ld));
         }
     }
 }
 
+
 #if LANES == 16
 #include "score_bytes.h"
+#include "few_rows.h"
 #endif
 
 /* All rows' scores with keys from..to, which are whole vectors. */
-TARGET static void NAME(score_directly)(const struct tile *tile, long from, long to) {
+TARGET static void NAME(score_directly)(struct tile *tile, long from, long to) {
 #if LANES == 16
+    if (tile->k_dtype == KV_BF16 && tile->padded % 32 == 0) {
+        NAME(score_bf16)(tile, (struct range){from, to});
+        return;
+    }
     if (tile->k_dtype == KV_INT8 && tile->padded % 64 == 0) {
         NAME(score_int8)(tile, from, to);
         return;
@@ -233,12 +242,6 @@ TARGET static void NAME(score_directly)(const struct tile *tile, long from, long
     case 128: NAME(score_rows)(tile, from, to, 128); break;
     default: NAME(score_rows)(tile, from, to, tile->padded);
     }
-}
-
-INLINE vf NAME(capped)(vf score, float cap) {
-    const vi sign = (vi)score & (int32_t)0x80000000;
-    const vf gone = NAME(exp2)((vf)((vi)score | (int32_t)0x80000000));
-    return (vf)((vi)(cap * ((1.0f - gone) / (1.0f + gone))) | sign);
 }
 
 /* Scores of one row become weights, of which those outside low..high are 0; vectors from..to are written. */
@@ -300,9 +303,11 @@ TARGET static void NAME(prepare)(struct tile *tile, const struct keys *keys) {
     tile->k_dtype = narrow ? KV_FP32 : dtype;
     tile->v_dtype = widen_v ? KV_FP32 : dtype;
     if (has_scales(pool)) {
-        for (long g = 0; tile->ahead && g < KEYS / 8; g++) {
-            __builtin_prefetch(tile->ahead->k_scales[g]);
-            __builtin_prefetch(tile->ahead->v_scales[g]);
+        for (long g = 0; g < KEYS / 8; g++) {
+            __builtin_prefetch(tile->near->k_scales[g], 0, 3);
+            __builtin_prefetch(tile->near->v_scales[g], 0, 3);
+            __builtin_prefetch(tile->far->k_scales[g], 0, 2);
+            __builtin_prefetch(tile->far->v_scales[g], 0, 2);
         }
         const float factor = pool->dtype == KV_FP8 ? 256.0f : 1.0f;
         NAME(widen_scales)(tile->k_scales, keys->k_scales, KEYS / 8, factor);
@@ -322,7 +327,11 @@ TARGET static void NAME(meet)(struct tile *tile, long first, long rows) {
             .column = vectors.from, .from = 0, .to = tile->padded, .c = p + vectors.from, .ldc = KEYS};
         NAME(multiply_all)(scores, rows, (vectors.to - vectors.from) / LANES);
     }
-    for (long r = first; r < first + rows; r++) {
+    const int few = LANES == 16 && tile->direct;
+#if LANES == 16
+    if (few) NAME(weigh_tile)(tile, vectors);
+#endif
+    for (long r = first; r < first + rows && !few; r++) {
         const struct range own = seen_by(tile, r);
         if (own.from < own.to) {
             NAME(weigh)(tile, r, own, vectors);
@@ -331,11 +340,17 @@ TARGET static void NAME(meet)(struct tile *tile, long first, long rows) {
         tile->keep[r] = 1;
         memset(tile->p + r * KEYS + vectors.from, 0, (size_t)(vectors.to - vectors.from) * sizeof(float));
     }
+#if LANES == 16
+    if (few && tile->pool->head_dim == tile->padded && tile->padded % (2 * LANES) == 0) {
+        NAME(add_values_few)(tile, seen);
+        return;
+    }
+#endif
     const struct product values = {
         .a = p, .lda = KEYS, .b = tile->v, .dtype = tile->v_dtype,
         .ldb = tile->padded * item_bytes(tile->v_dtype), .column = 0, .from = seen.from, .to = seen.to,
         .c = tile->out + first * tile->padded, .ldc = tile->padded, .keep = tile->keep + first,
-        .ahead = tile->ahead && tile->direct ? tile->ahead->v : 0, .ahead_stride = tile->ahead_stride};
+        .near = tile->direct ? tile->near->v : 0, .far = tile->far->v, .ahead_stride = tile->ahead_stride};
     NAME(multiply_all)(values, rows, tile->padded / LANES);
 }
 
@@ -366,6 +381,9 @@ TARGET static void NAME(begin)(struct tile *tile, const float *const *q, float f
         memset(tile->out + r * padded, 0, (size_t)padded * sizeof(float));
         memset(tile->sums + r * 16, 0, 16 * sizeof(float));
         tile->most[r] = -INFINITY;
+    }
+    for (long r = 0; tile->direct && r < tile->num_rows; r++) {
+        for (long i = 0; i < padded; i++) tile->q_columns[i * 8 + r] = tile->q[r * padded + i];
     }
 }
 

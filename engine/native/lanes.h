@@ -249,3 +249,10 @@ INLINE vf NAME(exp2)(vf x) {
     sum = sum * rest + 1.0f;
     return NAME(zero_below)(sum * power, x, -126.0f);
 }
+
+/* cap * tanh(score / cap), of twice score / cap in powers of two. */
+INLINE vf NAME(capped)(vf score, float cap) {
+    const vi sign = (vi)score & (int32_t)0x80000000;
+    const vf gone = NAME(exp2)((vf)((vi)score | (int32_t)0x80000000));
+    return (vf)((vi)(cap * ((1.0f - gone) / (1.0f + gone))) | sign);
+}

@@ -6,11 +6,10 @@
 
 #include "threads.h"
 #include "vectors.h"
+#include "weight.h"
 
 #include <math.h>
 #include <string.h>
-
-enum dtype { F32, BF16, F16, I8 };
 
 #define UNROLL _Pragma("GCC unroll 8")
 
@@ -22,15 +21,6 @@ enum { T_BLOCK = 96 };
 
 typedef float four __attribute__((vector_size(16)));
 typedef float loose_four __attribute__((vector_size(16), aligned(4), may_alias));
-
-/* A projection: data [n, k] contiguous, bias [n] or NULL, scales [n] or NULL. */
-struct weight {
-    const void *data;
-    const float *bias;
-    const float *scales;
-    int64_t n, k;
-    int64_t dtype;
-};
 
 /* y [tokens, n] = or += x [tokens, k] W^T; strides in floats. */
 struct product {
@@ -64,11 +54,6 @@ struct gates {
     int64_t stride, size;
     int gelu;
 };
-
-static inline int64_t item_bytes(int64_t dtype)
-{
-    return dtype == F32 ? 4 : dtype == I8 ? 1 : 2;
-}
 
 /* Four numbers from `from` (`otherwise` where there is none): the first `width` of them are there. */
 static inline four four_of(const float *from, int64_t at, int64_t width, float otherwise)

@@ -14,7 +14,8 @@ INLINE vf NAME(byte_of)(vf words, const int i) {
 /* Keys `key` to `key` + 15 of the tile, for its `rows` rows; head_dim is a multiple of 64. */
 INLINE void NAME(score_bytes)(const struct tile *tile, const long key, const int rows) {
     const long width = tile->padded;
-    const uint8_t *const *from = tile->k + (key >> 3), *const *ahead = tile->ahead ? tile->ahead->k + (key >> 3) : from;
+    const uint8_t *const *from = tile->k + (key >> 3);
+    const uint8_t *const *near = tile->near->k + (key >> 3), *const *far = tile->far->k + (key >> 3);
     /* Two sums of few rows: an addition waits for the one before in its sum. */
     const int parts = rows > 3 ? 1 : 2;
     vf sums[DIRECT_ROWS][2] = {0};
@@ -25,7 +26,7 @@ INLINE void NAME(score_bytes)(const struct tile *tile, const long key, const int
         NAME(transpose)(x);
         const float *q = tile->q + column;
         _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {
-            __builtin_prefetch(ahead[i >> 3] + (i & 7) * width + column);
+            look_ahead(near[i >> 3] + (i & 7) * width + column, far[i >> 3] + (i & 7) * width + column, 64);
             _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
                 const vf k = NAME(byte_of)(x[i], j);
                 _Pragma("GCC unroll 7") for (int r = 0; r < rows; r++)

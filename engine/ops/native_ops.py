@@ -1,6 +1,8 @@
-"""Operations in C (engine/native/ops.c), fp32 arithmetic on weights of any dtype where they lie."""
+"""Operations in C (engine/native/ops.c and gemm.c), fp32 arithmetic on weights of any dtype where they lie."""
 
 import ctypes
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -10,19 +12,22 @@ from engine.native import Level, NativeKernels, NativeUnavailable, kernels
 from engine.ops.interface import Gate, Linear, Ops
 from engine.ops.torch_ops import TorchOps
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # `enum dtype` of ops.c
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # `enum dtype` of weight.h
 
-# From this many rows on, a fp32 product is torch's: its BLAS packs both factors, which pays when there are many rows.
-# Below, reading the weights in place is faster. Weights of other dtypes would have to be widened for the BLAS, which
-# costs as much as it gains. It is the same for any number of threads, so that results are.
-_BLAS_ROWS = {Level.AVX512: 128, Level.AVX2: 96, Level.PLAIN_C: 2}
+# From this many rows on, a product is one of gemm.c, which turns x first; with fewer that costs more than it gains.
+# Sums are formed in another order there: below, and from there on, a row is the same to the bit whatever it is computed
+# with and by how many threads.
+_MANY_ROWS = 32
+_MOST_TURNED_ROWS = 288  # `MOST_TOKENS` of gemm.c
+_ROWS_STEP = 16
+_PAGE_BYTES = 1 << 21  # of a huge page
 _MAX_VIEWS = 4096
 
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 
 
 class _CWeight(ctypes.Structure):
-    """`struct weight` of ops.c."""
+    """`struct weight` of weight.h."""
 
     _fields_ = (
         ("data", _pointer),
@@ -43,7 +48,6 @@ class _Weight:
     address: int
     num_rows: int
     num_columns: int
-    transposed: Tensor | None  # of fp32 weights, for the BLAS
 
 
 class NativeOps:
@@ -63,7 +67,9 @@ class NativeOps:
         level = library.level if level is None else level
         if level > library.level:
             raise ValueError(f"this machine runs {library.instructions}, not level {level}")
-        self._level, self._threads = int(level), threads
+        # Nothing here has code of its own for VNNI.
+        level = min(level, Level.AVX512)
+        self.level, self._level, self._threads = level, int(level), threads
         product = (_pointer, _pointer, _int64, _pointer, *(_int64,) * 5)
         self._linear = library.function("kvferry_linear", None, *product)
         norm = (_pointer, _int64, _pointer, _int64, _pointer, *(_int64,) * 3, ctypes.c_float, *(_int64,) * 2)
@@ -71,7 +77,9 @@ class NativeOps:
         gates = (_pointer, _int64, _pointer, *(_int64,) * 5)
         self._gated = library.function("kvferry_gated", None, *gates)
         self._embed = library.function("kvferry_embed", _int64, _pointer, _pointer, _int64, _pointer, _int64)
-        self.blas_rows = _BLAS_ROWS[level]
+        self._gemm = library.function("kvferry_gemm", None, *product[:6], _int64, _pointer, _int64, _int64)
+        self.many_rows = _MANY_ROWS
+        self._turned = _AlignedRoom()
         self._linears: dict[Linear, _Weight] = {}
         self._tables: dict[int, _Weight] = {}
         self._products, self._logits, self._normed, self._gates = _Scratch(), _Scratch(), _Scratch(), _Scratch()
@@ -104,15 +112,7 @@ class NativeOps:
         y_rows, y_stride = _rows(y, weight.num_columns)
         if rows != y_rows:
             raise ValueError(f"{y_rows} rows cannot be added to {rows}")
-        if weight.transposed is None or rows < self.blas_rows:
-            self._linear(
-                *(weight.address, y.data_ptr(), y_stride, x.data_ptr(), x_stride, rows, 1),
-                *(self._level, self._threads),
-            )
-            return
-        x.addmm_(y, weight.transposed)
-        if linear.bias is not None:
-            x.add_(linear.bias)
+        self._multiply(weight, (y.data_ptr(), y_stride), (x.data_ptr(), x_stride), rows, 1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Ops."""
@@ -145,14 +145,16 @@ class NativeOps:
         weight = self._linears.get(linear) or self._add(linear)
         rows, stride = _rows(x, weight.num_columns)
         out, address = scratch.take((rows, weight.num_rows))
-        if weight.transposed is None or rows < self.blas_rows:
-            self._linear(
-                *(weight.address, x.data_ptr(), stride, address, weight.num_rows, rows, 0),
-                *(self._level, self._threads),
-            )
-            return out
-        torch.mm(x, weight.transposed, out=out)
-        return out if linear.bias is None else out.add_(linear.bias)
+        self._multiply(weight, (x.data_ptr(), stride), (address, weight.num_rows), rows, 0)
+        return out
+
+    def _multiply(self, weight: _Weight, x: tuple[int, int], y: tuple[int, int], rows: int, add: int) -> None:
+        """y = x W^T + bias, or y += that (`add` 1); of x and y their addresses and strides."""
+        if rows < self.many_rows:
+            self._linear(weight.address, *x, *y, rows, add, self._level, self._threads)
+            return
+        turned = self._turned.take(_turned_bytes(rows, weight.num_columns))
+        self._gemm(weight.address, *x, *y, rows, add, turned, self._level, self._threads)
 
     def _add(self, linear: Linear) -> _Weight:
         weight = self._linears[linear] = _weight(linear)
@@ -185,12 +187,36 @@ class _Scratch:
         return found
 
 
+class _AlignedRoom:
+    """Memory for one call at a time, in huge pages if the system has any: it is read in strides of many pages."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._size_bytes = self._address = 0
+
+    def take(self, size_bytes: int) -> int:
+        """The address of at least so many bytes, on a page of its own."""
+        if size_bytes > self._size_bytes:
+            self._size_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+            self._memory = memory = mmap.mmap(-1, self._size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return self._address
+
+
 def best_cpu_ops(threads: int = 1) -> Ops:
     """NativeOps where its library can be loaded, else TorchOps, which has torch's threads."""
     try:
         return NativeOps(threads=threads)
     except NativeUnavailable:
         return TorchOps()
+
+
+def _turned_bytes(rows: int, num_columns: int) -> int:
+    """What gemm.c wants for x."""
+    turned_rows = min(-(-rows // _ROWS_STEP) * _ROWS_STEP, _MOST_TURNED_ROWS)
+    return turned_rows * num_columns * torch.float32.itemsize
 
 
 def _rows(x: Tensor, num_columns: int) -> tuple[int, int]:
@@ -222,5 +248,4 @@ def _weight(linear: Linear) -> _Weight:
         columns,
         _DTYPES[data.dtype],
     )
-    transposed = data.t() if data.dtype is torch.float32 else None
-    return _Weight(linear, c_weight, ctypes.addressof(c_weight), rows, columns, transposed)
+    return _Weight(linear, c_weight, ctypes.addressof(c_weight), rows, columns)

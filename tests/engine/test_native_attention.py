@@ -18,6 +18,7 @@ from engine.paged_cache import PagedCache
 from kv_cache.layout import KVCacheLayout, KVDtype
 from tests.support.paged_rows import Backend, PagedRows
 from tests.support.toy_engine import poisoned_cache
+from tests.support.toy_model import dense_attention
 
 
 def usable_levels() -> list[Level]:
@@ -59,9 +60,30 @@ def test_any_even_head_dim(level: Level, head_dim: int, dtype: KVDtype) -> None:
 @each_level
 @pytest.mark.parametrize("window", [None, 1, 5, 64, 100])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
-def test_windows_and_soft_caps(level: Level, window: int | None, soft_cap: float | None) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim"), [(KVDtype.INT8, 32), (KVDtype.INT8, 64), (KVDtype.BF16, 64)])
+def test_windows_and_soft_caps(
+    level: Level, window: int | None, soft_cap: float | None, dtype: KVDtype, head_dim: int
+) -> None:
     look = LayerAttention(0.3, window, soft_cap)
-    PagedRows((6, 2), 32, MIXED, KVDtype.INT8, head_dim=32, look=look, backend=at(level)).check()
+    PagedRows((6, 2), 32, MIXED, dtype, head_dim=head_dim, look=look, backend=at(level)).check()
+
+
+@each_level
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (5, 1), (7, 1)])
+def test_int8_loses_no_more_than_sums_in_fp32_do(level: Level, head_dim: int, heads: tuple[int, int]) -> None:
+    paged = PagedRows(heads, 16, [(0, 40), (0, 300)], KVDtype.INT8, head_dim=head_dim, backend=at(level))
+    for q, v in zip(paged.q, paged.v, strict=True):
+        # One element far above the others, and values of very different sizes.
+        q[..., 5] *= 40
+        v *= 10 ** torch.linspace(-3, 1, len(v))[:, None, None]
+    paged.attend()
+    for i, (_, length) in enumerate(paged.work):
+        batch = build_batch([BatchRow([0], length - 1, paged.tables[i])], 16)
+        got = paged.attention.attend(1, paged.q[i][-1:], batch).view(1, heads[0], head_dim)
+        k, v = paged.as_stored(paged.k[i]).double(), paged.as_stored(paged.v[i]).double()
+        want = dense_attention(paged.q[i][-1:].double(), k, v, length - 1, paged.look)
+        assert (got - want).abs().max() < 1e-5 * v.abs().max()
 
 
 @needs_library
@@ -156,9 +178,10 @@ def test_rows_of_a_batch_do_not_influence_each_other(level: Level) -> None:
 
 
 @each_level
-@pytest.mark.parametrize("dtype", [KVDtype.FP32, KVDtype.FP8_E4M3])
-def test_a_nan_stays_in_its_sequence_and_is_not_hidden(level: Level, dtype: KVDtype) -> None:
-    paged = PagedRows((6, 2), 8, [(70, 1), (30, 1), (5, 40)], dtype, head_dim=16, backend=at(level))
+@pytest.mark.parametrize("dtype", [KVDtype.FP32, KVDtype.BF16, KVDtype.FP8_E4M3, KVDtype.INT8])
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_a_nan_stays_in_its_sequence_and_is_not_hidden(level: Level, dtype: KVDtype, head_dim: int) -> None:
+    paged = PagedRows((6, 2), 8, [(70, 1), (30, 1), (5, 40)], dtype, head_dim=head_dim, backend=at(level))
     paged.k[1][30, 0, 3] = torch.nan
     paged.v[2][44, 1, 3] = torch.nan
     first, second, third = paged.attend()
@@ -167,6 +190,21 @@ def test_a_nan_stays_in_its_sequence_and_is_not_hidden(level: Level, dtype: KVDt
     assert not second[:, 3:].isnan().any()
     assert third[-1, 3:].isnan().any()
     assert not third[:, :3].isnan().any()
+
+
+@each_level
+@pytest.mark.parametrize("dtype", [KVDtype.FP32, KVDtype.BF16, KVDtype.INT8])
+@pytest.mark.parametrize("of", ["q", "v"])
+def test_a_nan_of_a_query_or_a_value_is_not_hidden_from_one_token(level: Level, dtype: KVDtype, of: str) -> None:
+    paged = PagedRows((6, 2), 8, [(70, 1), (30, 1)], dtype, head_dim=64, backend=at(level))
+    if of == "q":
+        paged.q[1][0, 4, 3] = torch.nan
+    else:
+        paged.v[1][30, 1, 3] = torch.nan
+    first, second = paged.attend()
+    assert not first.isnan().any()
+    assert not second[:, :3].isnan().any()
+    assert second[:, 4, 3].isnan().all()
 
 
 @needs_library

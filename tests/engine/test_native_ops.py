@@ -89,13 +89,54 @@ def test_products_are_those_of_torch_for_any_shape(
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_many_rows_are_multiplied_as_few_are(ops: NativeOps, dtype: torch.dtype) -> None:
-    """Enough for the weights to be read several times, and for torch's BLAS to take the fp32 ones."""
+    """Enough for x to be turned in several blocks."""
     linear = _linear(9, 70, dtype, bias=True)
-    x = _rows(230, 70)
+    x = _rows(590, 70)
     _close(ops.linear(x, linear), _product(x, linear))
-    target = torch.ones(230, 9)
+    target = torch.ones(590, 9)
     ops.add_linear(target, x, linear)
     _close(target, _product(x, linear) + 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    level=st.sampled_from(_levels() or [Level.PLAIN_C]),
+    dtype=st.sampled_from(_DTYPES),
+    threads=st.integers(1, 3),
+    tokens=st.one_of(st.integers(1, 120), st.sampled_from([288, 289, 300])),
+    rows=st.integers(1, 40),
+    columns=st.one_of(st.integers(1, 70), st.sampled_from([767, 768, 769, 1600])),
+    bias=st.booleans(),
+    extra=st.integers(0, 5),
+)
+def test_products_that_turn_x_are_those_of_torch_for_any_shape(
+    level: Level, dtype: torch.dtype, threads: int, tokens: int, rows: int, columns: int, bias: bool, extra: int
+) -> None:
+    ops = NativeOps(level=level, threads=threads)
+    ops.many_rows = 1
+    linear = _linear(rows, columns, dtype, bias=bias)
+    x = _rows(tokens, columns, extra=extra)
+    expected = _product(x, linear)
+    _close(ops.linear(x, linear), expected)
+    wide = _rows(tokens, rows + extra, seed=2)
+    around, summed = wide[:, rows:].clone(), wide[:, :rows].double() + expected
+    ops.add_linear(wide[:, :rows], x, linear)
+    _close(wide[:, :rows], summed)
+    assert torch.equal(wide[:, rows:], around)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("columns", [33, 1601])
+def test_a_row_among_many_is_the_same_to_the_last_bit_whatever_it_is_computed_with(
+    ops: NativeOps, dtype: torch.dtype, columns: int
+) -> None:
+    linear = _linear(21, columns, dtype, bias=True)
+    x = _rows(310, columns)
+    together = ops.linear(x, linear).clone()
+    threaded = NativeOps(level=ops.level, threads=2)
+    assert torch.equal(threaded.linear(x, linear), together)
+    for first, last in ((0, ops.many_rows), (200, 300), (7, 300)):
+        assert torch.equal(ops.linear(x[first:last], linear), together[first:last])
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
@@ -106,17 +147,17 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_it_is_computed_with(
     linear = _linear(13, columns, dtype, bias=True)
     x = _rows(64, columns)
     alone = torch.cat([ops.linear(x[i : i + 1], linear).clone() for i in range(64)])
-    for tokens in (2, 5, 7, 16, 64):
-        if linear.weight.dtype is torch.float32 and ops.blas_rows <= tokens:
-            continue
+    for tokens in (2, 5, 7, 16, ops.many_rows - 1):
         assert torch.equal(ops.linear(x[:tokens], linear), alone[:tokens])
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("turned", [False, True])
 def test_a_number_that_is_not_finite_spoils_its_row_and_no_other(
-    ops: NativeOps, dtype: torch.dtype, bad: float
+    ops: NativeOps, dtype: torch.dtype, bad: float, turned: bool
 ) -> None:
+    ops.many_rows = 1 if turned else ops.many_rows
     linear = _linear(6, 21, dtype, bias=False)
     for position in (0, 20):
         x = _rows(9, 21)
@@ -267,7 +308,7 @@ def test_ids_norms_and_sums_that_c_would_misread_are_refused(ops: NativeOps) -> 
 
 def test_an_instruction_set_that_the_machine_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="this machine runs"):
-        NativeOps(level=cast(Level, Level.AVX512 + 1))
+        NativeOps(level=cast(Level, max(Level) + 1))
 
 
 def test_torch_computes_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
