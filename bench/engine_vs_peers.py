@@ -12,6 +12,7 @@ cannot be started is reported as missing, and the run goes on without it.
 """
 
 import argparse
+import compileall
 import os
 import re
 import sys
@@ -46,6 +47,8 @@ from engine.prepared_model import PreparedModel
 from engine.weight_dtypes import WeightDtype
 
 ADAPTERS = ROOT / "bench" / "peers"
+# What kvferry's adapter imports of this tree.
+PACKAGES = ("bench", "engine", "kv_cache", "kvferry", "proto", "runtime")
 PEERS = {"vllm": "vllm_peer.py", "llama.cpp": "llama_cpp_peer.py", "transformers": "transformers_peer.py"}
 TINY_MODEL = str(ROOT / "tests" / "data" / "tiny-real")
 MODEL = "smollm2-135m-instruct"
@@ -239,6 +242,13 @@ def setups(loads: list[Load], model: PreparedModel, threads: int) -> Setup:
     )
 
 
+def compile_packages() -> None:
+    """To byte code, as pip does with what it installs, the peers among it. Without, a start would compile this tree,
+    each time where Python is told to leave no byte code behind."""
+    for name in PACKAGES:
+        compileall.compile_dir(ROOT / name, quiet=2)
+
+
 def parse(argv: list[str] | None) -> tuple[Options, argparse.Namespace]:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,6 +305,7 @@ def contenders(given: argparse.Namespace, loads: list[Load], source: str) -> tup
 def main(argv: list[str] | None = None) -> None:
     """Run it. Raises BenchmarkError when kvferry itself fails."""
     options, given = parse(argv)
+    compile_packages()
     cpus = sorted(os.sched_getaffinity(0))
     loads = options.pick(quick_loads(), normal_loads(), long_loads())
     wanted = [load for load in loads if re.search(given.rows, f"{load.kind.value} {load.variant}")]

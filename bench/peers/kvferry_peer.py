@@ -8,10 +8,13 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from bench.peers.protocol import Generated, LoadedEngine, Setup, serve
-from engine.build import build_engine, plan_engine
-from engine.options import EngineOptions
-from engine.sequence import SamplingParams, Sequence
-from kvferry import __version__
+from runtime.collector import loading
+
+with loading():  # As the workers do.
+    from engine.build import build_engine, plan_engine
+    from engine.options import EngineOptions
+    from engine.sequence import SamplingParams, Sequence
+    from kvferry import __version__
 
 
 class KvferryEngine:
