@@ -23,14 +23,12 @@ class Level(IntEnum):
     PLAIN_C = 0
     AVX2 = 1
     AVX512 = 2
-    AVX512_VNNI = 3
 
 
 _NAMES = {
     Level.PLAIN_C: "plain C",
     Level.AVX2: "AVX2",
     Level.AVX512: "AVX-512",
-    Level.AVX512_VNNI: "AVX-512 with VNNI",
 }
 
 

@@ -128,7 +128,6 @@ static inline void look_ahead(const uint8_t *near, const uint8_t *far, long byte
 #include "lanes.h"
 #include "attention.h"
 #include "store.h"
-#include "byte_rows.h"
 #endif
 
 struct code {
@@ -144,7 +143,6 @@ static const struct code CODE[] = {
 #if HAS_X86_PATHS
     {begin_avx2, meet_keys_avx2, finish_avx2, turn_avx2, put_avx2},
     {begin_avx512, meet_keys_avx512, finish_avx512, turn_avx512, put_avx512},
-    {begin_vnni, meet_keys_vnni, finish_avx512, turn_avx512, put_avx512},
 #endif
 };
 

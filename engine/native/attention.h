@@ -217,7 +217,6 @@ INLINE void NAME(score_rows)(const struct tile *tile, long from, long to, const 
     }
 }
 
-
 #if LANES == 16
 #include "score_bytes.h"
 #include "few_rows.h"

@@ -20,8 +20,6 @@
 /* Everything inlined into a function with one of these must carry the same one. */
 #define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define TARGET_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
-#define TARGET_VNNI \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,prefer-vector-width=512")))
 #else
 #define HAS_X86_PATHS 0
 #endif
@@ -29,7 +27,7 @@
 /* Of the numbers in a pool. */
 enum kv_dtype { KV_FP32 = 0, KV_FP16 = 1, KV_BF16 = 2, KV_FP8 = 3, KV_INT8 = 4 };
 
-enum level { PLAIN_C = 0, AVX2_LEVEL = 1, AVX512_LEVEL = 2, VNNI_LEVEL = 3 };
+enum level { PLAIN_C = 0, AVX2_LEVEL = 1, AVX512_LEVEL = 2 };
 
 /* The best level of this CPU. Cheap, but not free: ask once a call, or keep it. */
 static inline int cpu_level(void) {
@@ -37,8 +35,7 @@ static inline int cpu_level(void) {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
         int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-        if (!wide) return AVX2_LEVEL;
-        return __builtin_cpu_supports("avx512vnni") ? VNNI_LEVEL : AVX512_LEVEL;
+        return wide ? AVX512_LEVEL : AVX2_LEVEL;
     }
 #endif
     return PLAIN_C;

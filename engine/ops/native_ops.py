@@ -67,8 +67,6 @@ class NativeOps:
         level = library.level if level is None else level
         if level > library.level:
             raise ValueError(f"this machine runs {library.instructions}, not level {level}")
-        # Nothing here has code of its own for VNNI.
-        level = min(level, Level.AVX512)
         self.level, self._level, self._threads = level, int(level), threads
         product = (_pointer, _pointer, _int64, _pointer, *(_int64,) * 5)
         self._linear = library.function("kvferry_linear", None, *product)
