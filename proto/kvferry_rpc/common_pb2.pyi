@@ -86,6 +86,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """End-of-text, a stop token, or (set by the router) a stop string."""
     LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the context length was reached."""
+    TOOL_CALLS: _FinishReason.ValueType  # 3
+    """Set by the router: a chat that ended by itself (STOP) and called tools."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -95,6 +97,8 @@ STOP: FinishReason.ValueType  # 1
 """End-of-text, a stop token, or (set by the router) a stop string."""
 LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the context length was reached."""
+TOOL_CALLS: FinishReason.ValueType  # 3
+"""Set by the router: a chat that ended by itself (STOP) and called tools."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -239,6 +243,7 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate, prompt not counted; 1 to the context length."""
     min_tokens: _builtins.int
@@ -263,6 +268,8 @@ class SamplingParams(_message.Message):
     """End-of-text is an ordinary token."""
     seed: _builtins.int
     """Noise is a function of (seed, position) alone. The router always sets it."""
+    prompt_logprobs: _builtins.int
+    """Absent = none; else the prompt's own tokens get theirs, with 0 to 20 alternatives."""
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """At most 1,024 entries, distinct ids."""
@@ -293,15 +300,18 @@ class SamplingParams(_message.Message):
         ignore_eos: _builtins.bool = ...,
         seed: _builtins.int = ...,
         grammar: Global___Grammar | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_logprobs", b"_num_logprobs", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_logprobs", b"_num_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_logprobs", b"_num_logprobs", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_num_logprobs", b"_num_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -312,6 +322,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
@@ -386,6 +398,46 @@ class TokenOutput(_message.Message):
 Global___TokenOutput: _TypeAlias = TokenOutput  # noqa: Y015
 
 @_typing.final
+class PromptTokenLogprob(_message.Message):
+    """How likely one token of the prompt was, given those before it. The first token has none before it, so it has no entry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """In the prompt; 1 for the first entry, consecutive."""
+    token_id: _builtins.int
+    """The token that the prompt has there."""
+    logprob: _builtins.float
+    """<= 0."""
+    rank: _builtins.int
+    """1 = no token was more likely."""
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """Most likely first; prompt_logprobs entries."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+        rank: _builtins.int = ...,
+        top_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "position", b"position", "rank", b"rank", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptTokenLogprob: _TypeAlias = PromptTokenLogprob  # noqa: Y015
+
+@_typing.final
 class KVCacheLayout(_message.Message):
     """The byte maths of a KV pool; two pools exchange blocks only if these agree or can be converted."""
 
@@ -448,6 +500,67 @@ class KVCacheLayout(_message.Message):
 Global___KVCacheLayout: _TypeAlias = KVCacheLayout  # noqa: Y015
 
 @_typing.final
+class Migration(_message.Message):
+    """A running answer went from one decode worker to another with its KV, so that the first could leave."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_WORKER_FIELD_NUMBER: _builtins.int
+    TO_WORKER_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    BLOCKS_SENT_FIELD_NUMBER: _builtins.int
+    BYTES_SENT_FIELD_NUMBER: _builtins.int
+    CHECKSUM_VERIFIED_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    PAUSE_MS_FIELD_NUMBER: _builtins.int
+    TOKENS_RECOMPUTED_FIELD_NUMBER: _builtins.int
+    from_worker: _builtins.str
+    """Worker id."""
+    to_worker: _builtins.str
+    """Worker id."""
+    output_tokens: _builtins.int
+    """Tokens of the answer that were there already."""
+    handoff_id: _builtins.str
+    """Of the move."""
+    transport: _builtins.str
+    """As in KVReceipt, as the next four."""
+    blocks_sent: _builtins.int
+    bytes_sent: _builtins.int
+    checksum_verified: _builtins.bool
+    checksum: _builtins.bytes
+    transfer_ms: _builtins.float
+    pause_ms: _builtins.float
+    """From the last token of the one worker to the first of the other, as the router saw it."""
+    tokens_recomputed: _builtins.int
+    """Tokens whose KV was computed again for it."""
+    def __init__(
+        self,
+        *,
+        from_worker: _builtins.str = ...,
+        to_worker: _builtins.str = ...,
+        output_tokens: _builtins.int = ...,
+        handoff_id: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        blocks_sent: _builtins.int = ...,
+        bytes_sent: _builtins.int = ...,
+        checksum_verified: _builtins.bool = ...,
+        checksum: _builtins.bytes = ...,
+        transfer_ms: _builtins.float = ...,
+        pause_ms: _builtins.float = ...,
+        tokens_recomputed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "checksum", b"checksum", "checksum_verified", b"checksum_verified", "from_worker", b"from_worker", "handoff_id", b"handoff_id", "output_tokens", b"output_tokens", "pause_ms", b"pause_ms", "to_worker", b"to_worker", "tokens_recomputed", b"tokens_recomputed", "transfer_ms", b"transfer_ms", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Migration: _TypeAlias = Migration  # noqa: Y015
+
+@_typing.final
 class KVReceipt(_message.Message):
     """What one hand-off cost and proved. The prefill worker, the decode worker and the router each fill their part."""
 
@@ -482,6 +595,7 @@ class KVReceipt(_message.Message):
     PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     PULL_MS_FIELD_NUMBER: _builtins.int
     HIDDEN_SHARE_FIELD_NUMBER: _builtins.int
+    MIGRATIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As returned to the client."""
     handoff_id: _builtins.str
@@ -542,6 +656,10 @@ class KVReceipt(_message.Message):
     def earlier_failures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """One line for each failed attempt; a request that failed ends with one that begins `final: `."""
 
+    @_builtins.property
+    def migrations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Migration]:
+        """Moves of the running answer from one decode worker to another, in order; without them, empty."""
+
     def __init__(
         self,
         *,
@@ -574,10 +692,11 @@ class KVReceipt(_message.Message):
         pulled_tokens: _builtins.int = ...,
         pull_ms: _builtins.float = ...,
         hidden_share: _builtins.float = ...,
+        migrations: _abc.Iterable[Global___Migration] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "checksum", b"checksum", "checksum_verified", b"checksum_verified", "commit_ms", b"commit_ms", "conversion", b"conversion", "decode_cached_tokens", b"decode_cached_tokens", "decode_ms", b"decode_ms", "decode_worker", b"decode_worker", "earlier_failures", b"earlier_failures", "expected_transport", b"expected_transport", "exposed_transfer_ms", b"exposed_transfer_ms", "handoff_id", b"handoff_id", "hidden_share", b"hidden_share", "plan_reason", b"plan_reason", "preempted_tokens", b"preempted_tokens", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "pull_ms", b"pull_ms", "pulled_tokens", b"pulled_tokens", "queue_ms", b"queue_ms", "request_id", b"request_id", "tokens_recomputed", b"tokens_recomputed", "transfer_ms", b"transfer_ms", "transport", b"transport", "transport_detail", b"transport_detail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks_sent", b"blocks_sent", "bytes_sent", b"bytes_sent", "checksum", b"checksum", "checksum_verified", b"checksum_verified", "commit_ms", b"commit_ms", "conversion", b"conversion", "decode_cached_tokens", b"decode_cached_tokens", "decode_ms", b"decode_ms", "decode_worker", b"decode_worker", "earlier_failures", b"earlier_failures", "expected_transport", b"expected_transport", "exposed_transfer_ms", b"exposed_transfer_ms", "handoff_id", b"handoff_id", "hidden_share", b"hidden_share", "migrations", b"migrations", "plan_reason", b"plan_reason", "preempted_tokens", b"preempted_tokens", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "pull_ms", b"pull_ms", "pulled_tokens", b"pulled_tokens", "queue_ms", b"queue_ms", "request_id", b"request_id", "tokens_recomputed", b"tokens_recomputed", "transfer_ms", b"transfer_ms", "transport", b"transport", "transport_detail", b"transport_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -404,6 +404,7 @@ class PrefillRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """1 for the first try."""
@@ -413,6 +414,8 @@ class PrefillRequest(_message.Message):
     """Prefix reuse never crosses it; at most 64 bytes."""
     deadline_ms: _builtins.int
     """What is left of the request's time."""
+    traceparent: _builtins.str
+    """W3C Trace Context of the attempt's span; empty = not traced."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """1 or more. On a later attempt: prompt and the tokens generated so far."""
@@ -441,10 +444,11 @@ class PrefillRequest(_message.Message):
         ticket: Global___Ticket | None = ...,
         deadline_ms: _builtins.int = ...,
         source: Global___KVSource | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "source", b"source", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_output_tokens", b"num_output_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_output_tokens", b"num_output_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -484,6 +488,7 @@ class PrefillEvent(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     PULL_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_token(self) -> _common_pb2.TokenOutput: ...
     @_builtins.property
@@ -494,6 +499,10 @@ class PrefillEvent(_message.Message):
     def pull(self) -> Global___Ticket:
         """At most once, before the first token: what this worker wants from `source`."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Before the first token, if `sampling` asks for them."""
+
     def __init__(
         self,
         *,
@@ -501,16 +510,41 @@ class PrefillEvent(_message.Message):
         done: Global___PrefillDone | None = ...,
         error: _common_pb2.Error | None = ...,
         pull: Global___Ticket | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "first_token", b"first_token", "kind", b"kind", "pull", b"pull"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "first_token", b"first_token", "kind", b"kind", "prompt_logprobs", b"prompt_logprobs", "pull", b"pull"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "first_token", b"first_token", "kind", b"kind", "pull", b"pull"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "first_token", b"first_token", "kind", b"kind", "prompt_logprobs", b"prompt_logprobs", "pull", b"pull"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["first_token", "done", "error", "pull"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["first_token", "done", "error", "pull", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """The next positions of a prompt whose log probabilities were asked for; each is sent once, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PromptTokenLogprob]:
+        """1 to 256."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_common_pb2.PromptTokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class PrefillDone(_message.Message):
@@ -683,6 +717,9 @@ class DecodeCommand(_message.Message):
     ADMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     EXPORT_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message, once."""
@@ -693,6 +730,12 @@ class DecodeCommand(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def export(self) -> Global___Export: ...
+    @_builtins.property
+    def pause(self) -> Global___Pause: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume: ...
+    @_builtins.property
+    def hand_over(self) -> Global___HandOver: ...
     def __init__(
         self,
         *,
@@ -700,12 +743,15 @@ class DecodeCommand(_message.Message):
         admit: Global___Admit | None = ...,
         cancel: Global___Cancel | None = ...,
         export: Global___Export | None = ...,
+        pause: Global___Pause | None = ...,
+        resume: Global___Resume | None = ...,
+        hand_over: Global___HandOver | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "export", b"export", "hello", b"hello", "kind", b"kind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "export", b"export", "hand_over", b"hand_over", "hello", b"hello", "kind", b"kind", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "export", b"export", "hello", b"hello", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "cancel", b"cancel", "export", b"export", "hand_over", b"hand_over", "hello", b"hello", "kind", b"kind", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "admit", "cancel", "export"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "admit", "cancel", "export", "pause", "resume", "hand_over"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -748,6 +794,7 @@ class Admit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """1 for the first try."""
@@ -758,6 +805,8 @@ class Admit(_message.Message):
     """Compute the prompt here; no ticket."""
     deadline_ms: _builtins.int
     """What is left of the request's time."""
+    traceparent: _builtins.str
+    """As in PrefillRequest."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As in PrefillRequest."""
@@ -775,10 +824,11 @@ class Admit(_message.Message):
         cache_salt: _builtins.bytes = ...,
         local_prefill: _builtins.bool = ...,
         deadline_ms: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "local_prefill", b"local_prefill", "num_output_tokens", b"num_output_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "local_prefill", b"local_prefill", "num_output_tokens", b"num_output_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -852,6 +902,88 @@ class Export(_message.Message):
 Global___Export: _TypeAlias = Export  # noqa: Y015
 
 @_typing.final
+class Pause(_message.Message):
+    """A sequence that runs is to stand still, because it will be handed over to another decode worker. Answered by `paused`
+    once no more of its tokens come; by `resumed` when it cannot be handed over now. Nothing of one that has ended.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """A paused sequence goes on after all. No effect on one that is being handed over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class HandOver(_message.Message):
+    """A paused sequence goes to another decode worker: its KV, up to the last token but one, into the place that the ticket
+    names, and its last token in the commit record. Answered by `handed_over`, by `failed`, or by `resumed`: it went on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    @_builtins.property
+    def ticket(self) -> Global___Ticket:
+        """Made by the other decode worker, for all tokens but the last."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        ticket: Global___Ticket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOver: _TypeAlias = HandOver  # noqa: Y015
+
+@_typing.final
 class DecodeEvents(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -882,6 +1014,10 @@ class DecodeEvent(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     @_builtins.property
@@ -904,6 +1040,22 @@ class DecodeEvent(_message.Message):
     def failed(self) -> _common_pb2.Error:
         """Terminal: refused or failed."""
 
+    @_builtins.property
+    def paused(self) -> Global___Paused:
+        """Every token that there is has been sent."""
+
+    @_builtins.property
+    def resumed(self) -> _common_pb2.Error:
+        """It was paused, or to be paused, and goes on here for this reason."""
+
+    @_builtins.property
+    def handed_over(self) -> Global___PrefillDone:
+        """Terminal: it is the other worker's, which has verified its KV. The sender's half."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """With local prefill: before the first Tokens, if `sampling` asks for them."""
+
     def __init__(
         self,
         *,
@@ -914,12 +1066,16 @@ class DecodeEvent(_message.Message):
         done: Global___DecodeDone | None = ...,
         verified: Global___HandoffVerified | None = ...,
         failed: _common_pb2.Error | None = ...,
+        paused: Global___Paused | None = ...,
+        resumed: _common_pb2.Error | None = ...,
+        handed_over: Global___PrefillDone | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failed", b"failed", "kind", b"kind", "ticket", b"ticket", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failed", b"failed", "handed_over", b"handed_over", "kind", b"kind", "paused", b"paused", "prompt_logprobs", b"prompt_logprobs", "resumed", b"resumed", "ticket", b"ticket", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "done", b"done", "failed", b"failed", "kind", b"kind", "request_id", b"request_id", "ticket", b"ticket", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "done", b"done", "failed", b"failed", "handed_over", b"handed_over", "kind", b"kind", "paused", b"paused", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resumed", b"resumed", "ticket", b"ticket", "tokens", b"tokens", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["ticket", "tokens", "done", "verified", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["ticket", "tokens", "done", "verified", "failed", "paused", "resumed", "handed_over", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -961,6 +1117,21 @@ class HandoffVerified(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandoffVerified: _TypeAlias = HandoffVerified  # noqa: Y015
+
+@_typing.final
+class Paused(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Paused: _TypeAlias = Paused  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):

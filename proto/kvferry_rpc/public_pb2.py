@@ -25,43 +25,53 @@ _sym_db = _symbol_database.Default()
 from kvferry_rpc import common_pb2 as kvferry__rpc_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvferry_rpc/public.proto\x12\nkvferry.v1\x1a\x18kvferry_rpc/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xee\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.ChatPromptH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x10\n\x08has_seed\x18\x06 \x01(\x08\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x14\n\x0cwith_receipt\x18\x08 \x01(\x08\x42\x08\n\x06prompt\"\x81\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\'\n\x06tokens\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.TokenOutput\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.kvferry.v1.Finish\"\xa3\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12&\n\x07receipt\x18\x05 \x01(\x0b\x32\x15.kvferry.v1.KVReceipt\"b\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"A\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"/\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.kvferry.v1.Model\"\x15\n\x13\x43lusterStateRequest\"\xa1\x03\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x06 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x07 \x01(\r\x12\x15\n\rblocks_cached\x18\x08 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\t \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\n \x01(\r\x12\x19\n\x11sequences_running\x18\x0b \x01(\r\x12\x19\n\x11sequences_waiting\x18\x0c \x01(\r\x12\x1b\n\x13sequences_receiving\x18\r \x01(\r\x12\r\n\x05steps\x18\x0e \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x04\x12\x15\n\rreport_age_ms\x18\x10 \x01(\r\x12\x12\n\nblock_size\x18\x11 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x12 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x13 \x01(\x04\"\x97\x01\n\x14\x43lusterStateResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x07workers\x18\x02 \x03(\x0b\x32\x17.kvferry.v1.WorkerState\x12\x1a\n\x12requests_in_flight\x18\x03 \x01(\r\x12\x17\n\x0frequests_queued\x18\x04 \x01(\r\x12\x11\n\trouter_id\x18\x05 \x01(\t\"\'\n\x11GetReceiptRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t2\xfd\x02\n\x07Kvferry\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nListModels\x12\x1d.kvferry.v1.ListModelsRequest\x1a\x1e.kvferry.v1.ListModelsResponse\x12Q\n\x0c\x43lusterState\x12\x1f.kvferry.v1.ClusterStateRequest\x1a .kvferry.v1.ClusterStateResponse\x12\x42\n\nGetReceipt\x12\x1d.kvferry.v1.GetReceiptRequest\x1a\x15.kvferry.v1.KVReceiptb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvferry_rpc/public.proto\x12\nkvferry.v1\x1a\x18kvferry_rpc/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xb0\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.kvferry.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x1e\n\x11reasoning_content\x18\x06 \x01(\tH\x00\x88\x01\x01\x42\x14\n\x12_reasoning_content\"w\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65scription\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x0e\n\x0c_descriptionB\t\n\x07_strict\"\x81\x01\n\nToolChoice\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.kvferry.v1.ToolChoice.ModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\"(\n\x04Mode\x12\x08\n\x04\x41UTO\x10\x00\x12\x08\n\x04NONE\x10\x01\x12\x0c\n\x08REQUIRED\x10\x02\x42\x08\n\x06\x63hoice\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc9\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.ChatPromptH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x10\n\x08has_seed\x18\x06 \x01(\x08\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x14\n\x0cwith_receipt\x18\x08 \x01(\x08\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x0b\n\x03slo\x18\x0b \x01(\t\x12\t\n\x01n\x18\x0c \x01(\r\x12\x1f\n\x05tools\x18\r \x03(\x0b\x32\x10.kvferry.v1.Tool\x12+\n\x0btool_choice\x18\x0e \x01(\x0b\x32\x16.kvferry.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x0f \x01(\x08H\x01\x88\x01\x01\x12\x13\n\x0bprompt_only\x18\x10 \x01(\x08\x42\x08\n\x06promptB\x16\n\x14_parallel_tool_calls\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\x8b\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\'\n\x06tokens\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.TokenOutput\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.kvferry.v1.Finish\x12\x37\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1e.kvferry.v1.PromptTokenLogprob\x12\r\n\x05index\x18\x06 \x01(\r\x12\x11\n\treasoning\x18\x07 \x01(\t\x12-\n\ntool_calls\x18\x08 \x03(\x0b\x32\x19.kvferry.v1.ToolCallDelta\"\xe7\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12&\n\x07receipt\x18\x05 \x01(\x0b\x32\x15.kvferry.v1.KVReceipt\x12\x18\n\x0bstop_string\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x10reasoning_tokens\x18\x07 \x01(\rB\x0e\n\x0c_stop_string\"\x83\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.ChatPromptH\x00\x12\x1f\n\x05tools\x18\x04 \x03(\x0b\x32\x10.kvferry.v1.ToolB\x08\n\x06prompt\"A\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"/\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.kvferry.v1.Model\"\x15\n\x13\x43lusterStateRequest\"\xa1\x03\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x06 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x07 \x01(\r\x12\x15\n\rblocks_cached\x18\x08 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\t \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\n \x01(\r\x12\x19\n\x11sequences_running\x18\x0b \x01(\r\x12\x19\n\x11sequences_waiting\x18\x0c \x01(\r\x12\x1b\n\x13sequences_receiving\x18\r \x01(\r\x12\r\n\x05steps\x18\x0e \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x04\x12\x15\n\rreport_age_ms\x18\x10 \x01(\r\x12\x12\n\nblock_size\x18\x11 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x12 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x13 \x01(\x04\"\x97\x01\n\x14\x43lusterStateResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x07workers\x18\x02 \x03(\x0b\x32\x17.kvferry.v1.WorkerState\x12\x1a\n\x12requests_in_flight\x18\x03 \x01(\r\x12\x17\n\x0frequests_queued\x18\x04 \x01(\r\x12\x11\n\trouter_id\x18\x05 \x01(\t\"\'\n\x11GetReceiptRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t2\xfd\x02\n\x07Kvferry\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nListModels\x12\x1d.kvferry.v1.ListModelsRequest\x1a\x1e.kvferry.v1.ListModelsResponse\x12Q\n\x0c\x43lusterState\x12\x1f.kvferry.v1.ClusterStateRequest\x1a .kvferry.v1.ClusterStateResponse\x12\x42\n\nGetReceipt\x12\x1d.kvferry.v1.GetReceiptRequest\x1a\x15.kvferry.v1.KVReceiptb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry_rpc.public_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHATMESSAGE']._serialized_start=66
-  _globals['_CHATMESSAGE']._serialized_end=110
-  _globals['_CHATPROMPT']._serialized_start=112
-  _globals['_CHATPROMPT']._serialized_end=167
-  _globals['_TOKENIDS']._serialized_start=169
-  _globals['_TOKENIDS']._serialized_end=192
-  _globals['_GENERATEREQUEST']._serialized_start=195
-  _globals['_GENERATEREQUEST']._serialized_end=433
-  _globals['_GENERATERESPONSE']._serialized_start=436
-  _globals['_GENERATERESPONSE']._serialized_end=565
-  _globals['_FINISH']._serialized_start=568
-  _globals['_FINISH']._serialized_end=731
-  _globals['_TOKENIZEREQUEST']._serialized_start=733
-  _globals['_TOKENIZEREQUEST']._serialized_end=831
-  _globals['_TOKENIZERESPONSE']._serialized_start=833
-  _globals['_TOKENIZERESPONSE']._serialized_end=898
-  _globals['_LISTMODELSREQUEST']._serialized_start=900
-  _globals['_LISTMODELSREQUEST']._serialized_end=919
-  _globals['_MODEL']._serialized_start=921
-  _globals['_MODEL']._serialized_end=968
-  _globals['_LISTMODELSRESPONSE']._serialized_start=970
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1025
-  _globals['_CLUSTERSTATEREQUEST']._serialized_start=1027
-  _globals['_CLUSTERSTATEREQUEST']._serialized_end=1048
-  _globals['_WORKERSTATE']._serialized_start=1051
-  _globals['_WORKERSTATE']._serialized_end=1468
-  _globals['_CLUSTERSTATERESPONSE']._serialized_start=1471
-  _globals['_CLUSTERSTATERESPONSE']._serialized_end=1622
-  _globals['_GETRECEIPTREQUEST']._serialized_start=1624
-  _globals['_GETRECEIPTREQUEST']._serialized_end=1663
-  _globals['_KVFERRY']._serialized_start=1666
-  _globals['_KVFERRY']._serialized_end=2047
+  _globals['_TOOLCALL']._serialized_start=66
+  _globals['_TOOLCALL']._serialized_end=121
+  _globals['_CHATMESSAGE']._serialized_start=124
+  _globals['_CHATMESSAGE']._serialized_end=300
+  _globals['_TOOL']._serialized_start=302
+  _globals['_TOOL']._serialized_end=421
+  _globals['_TOOLCHOICE']._serialized_start=424
+  _globals['_TOOLCHOICE']._serialized_end=553
+  _globals['_TOOLCHOICE_MODE']._serialized_start=503
+  _globals['_TOOLCHOICE_MODE']._serialized_end=543
+  _globals['_CHATPROMPT']._serialized_start=555
+  _globals['_CHATPROMPT']._serialized_end=610
+  _globals['_TOKENIDS']._serialized_start=612
+  _globals['_TOKENIDS']._serialized_end=635
+  _globals['_GENERATEREQUEST']._serialized_start=638
+  _globals['_GENERATEREQUEST']._serialized_end=1095
+  _globals['_TOOLCALLDELTA']._serialized_start=1097
+  _globals['_TOOLCALLDELTA']._serialized_end=1172
+  _globals['_GENERATERESPONSE']._serialized_start=1175
+  _globals['_GENERATERESPONSE']._serialized_end=1442
+  _globals['_FINISH']._serialized_start=1445
+  _globals['_FINISH']._serialized_end=1676
+  _globals['_TOKENIZEREQUEST']._serialized_start=1679
+  _globals['_TOKENIZEREQUEST']._serialized_end=1810
+  _globals['_TOKENIZERESPONSE']._serialized_start=1812
+  _globals['_TOKENIZERESPONSE']._serialized_end=1877
+  _globals['_LISTMODELSREQUEST']._serialized_start=1879
+  _globals['_LISTMODELSREQUEST']._serialized_end=1898
+  _globals['_MODEL']._serialized_start=1900
+  _globals['_MODEL']._serialized_end=1947
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1949
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2004
+  _globals['_CLUSTERSTATEREQUEST']._serialized_start=2006
+  _globals['_CLUSTERSTATEREQUEST']._serialized_end=2027
+  _globals['_WORKERSTATE']._serialized_start=2030
+  _globals['_WORKERSTATE']._serialized_end=2447
+  _globals['_CLUSTERSTATERESPONSE']._serialized_start=2450
+  _globals['_CLUSTERSTATERESPONSE']._serialized_end=2601
+  _globals['_GETRECEIPTREQUEST']._serialized_start=2603
+  _globals['_GETRECEIPTREQUEST']._serialized_end=2642
+  _globals['_KVFERRY']._serialized_start=2645
+  _globals['_KVFERRY']._serialized_end=3026
 # @@protoc_insertion_point(module_scope)

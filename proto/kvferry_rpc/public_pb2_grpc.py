@@ -66,7 +66,8 @@ class KvferryServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generate text. Streams one message per step that produced text, then one with `finish`.
+        """Generate text. Streams one message per step that produced text, then one with `finish`. With `n` above 1 the
+        messages of all choices come interleaved, told apart by `index`.
         The caller's deadline and cancellation are honoured on every worker involved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

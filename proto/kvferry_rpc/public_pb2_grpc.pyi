@@ -33,7 +33,8 @@ class KvferryStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvferryAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_public_pb2.GenerateRequest, _public_pb2.GenerateResponse]
-    """Generate text. Streams one message per step that produced text, then one with `finish`.
+    """Generate text. Streams one message per step that produced text, then one with `finish`. With `n` above 1 the
+    messages of all choices come interleaved, told apart by `index`.
     The caller's deadline and cancellation are honoured on every worker involved.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_public_pb2.TokenizeRequest, _public_pb2.TokenizeResponse]
@@ -49,7 +50,8 @@ class KvferryStub:
 class KvferryAsyncStub(KvferryStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_public_pb2.GenerateRequest, _public_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate text. Streams one message per step that produced text, then one with `finish`.
+    """Generate text. Streams one message per step that produced text, then one with `finish`. With `n` above 1 the
+    messages of all choices come interleaved, told apart by `index`.
     The caller's deadline and cancellation are honoured on every worker involved.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_public_pb2.TokenizeRequest, _public_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -68,7 +70,8 @@ class KvferryServicer(metaclass=_abc_1.ABCMeta):
         request: _public_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_public_pb2.GenerateResponse], _abc.AsyncIterator[_public_pb2.GenerateResponse]]:
-        """Generate text. Streams one message per step that produced text, then one with `finish`.
+        """Generate text. Streams one message per step that produced text, then one with `finish`. With `n` above 1 the
+        messages of all choices come interleaved, told apart by `index`.
         The caller's deadline and cancellation are honoured on every worker involved.
         """
 
