@@ -7,27 +7,32 @@ query_start:   0   1   2           7     9      row i owns [query_start[i], quer
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_NOTHING: Final = torch.empty(0, dtype=torch.int64)
+
 
 class BatchRow(NamedTuple):
     """What one sequence adds to a step: `token_ids` at positions start, start + 1, ...; its whole block table (an
-    array of type "i" is taken over fastest); and after how many of its last tokens the logits are wanted."""
+    array of type "i" is taken over fastest); after how many of its last tokens the logits are wanted to sample; and
+    behind which positions they are wanted to score the prompt."""
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     wants_logits: int = 1
+    scored: range = range(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step's tensors on the CPU. T tokens, S rows, R logits. Not changed after it is built.
+    """One step's tensors on the CPU. T tokens, S rows, R logits, Q positions of prompts to score. Not changed after it
+    is built.
 
     `row_order[i]` is the index, in the list given to `build_batch`, of row i. The first `num_single_rows` rows
     have exactly one token each. The KV of a row's tokens is valid up to its start; the model stores the rest.
@@ -42,6 +47,7 @@ class Batch:
     context_lens: Tensor  # int32 [S], start + tokens of the row
     query_start: Tensor  # int32 [S + 1]
     logits_rows: Tensor  # int64 [R], indices of the tokens behind which logits are wanted, ascending
+    scored_rows: Tensor  # int64 [Q], indices of the tokens behind which they are wanted to score prompts, ascending
     opened_blocks: Tensor  # int64 [N], blocks whose first slot is written by this step and whose last is not
     row_order: tuple[int, ...]
     logits_order: tuple[int, ...]  # logits j belong to the row that was given as number logits_order[j]
@@ -62,7 +68,7 @@ class Batch:
 
 def build_batch(rows: Sequence[BatchRow], block_size: int) -> Batch:
     """Lay out one step. Raises ValueError for a row without tokens, with a block table that is too short, or that
-    wants more logits than it has tokens."""
+    wants logits behind tokens that it does not have."""
     if not rows:
         raise ValueError("a batch needs at least one row")
     for row in rows:
@@ -106,6 +112,7 @@ def build_batch(rows: Sequence[BatchRow], block_size: int) -> Batch:
                 dtype=np.int64,
             )
         ),
+        scored_rows=_scored_rows(ordered, after),
         opened_blocks=torch.from_numpy(_opened_blocks(ordered, ends, block_size)),
         row_order=tuple(order),
         logits_order=tuple(wanted),
@@ -116,12 +123,14 @@ def build_batch(rows: Sequence[BatchRow], block_size: int) -> Batch:
 
 
 def _check(row: BatchRow, block_size: int) -> None:
-    token_ids, start, block_table, wants_logits = row
+    token_ids, start, block_table, wants_logits, scored = row
     num_tokens = len(token_ids)
     if not num_tokens or len(block_table) * block_size < start + num_tokens:
         raise ValueError(f"a row with {num_tokens} tokens from {start} has {len(block_table)} blocks")
     if not 0 <= wants_logits <= num_tokens:
         raise ValueError(f"a row with {num_tokens} tokens cannot have {wants_logits} logits")
+    if scored and not start <= scored.start < scored.stop <= start + num_tokens:
+        raise ValueError(f"a row with {num_tokens} tokens from {start} does not have the positions {scored}")
 
 
 def _pad_tables(block_tables: Sequence[Sequence[int]], num_blocks: Sequence[int]) -> NDArray[np.int32]:
@@ -136,6 +145,18 @@ def _pad_tables(block_tables: Sequence[Sequence[int]], num_blocks: Sequence[int]
         if count < width:
             joined += block_ids[:1] * (width - count)
     return np.frombuffer(joined, dtype=np.int32).reshape(len(block_tables), width)
+
+
+def _scored_rows(rows: Sequence[BatchRow], afters: Sequence[int]) -> Tensor:
+    """`afters`: one past the last token of each row, in the batch."""
+    if not any(row.scored for row in rows):
+        return _NOTHING
+    scored: list[int] = []
+    for row, after in zip(rows, afters, strict=True):
+        if row.scored:
+            first = after - len(row.token_ids) - row.start
+            scored.extend(range(first + row.scored.start, first + row.scored.stop))
+    return torch.tensor(scored)
 
 
 def _opened_blocks(rows: Sequence[BatchRow], ends: Sequence[int], block_size: int) -> NDArray[np.int64]:

@@ -10,15 +10,17 @@ Life of a sequence:
 2. hand-off, decode side:   reserve -> its blocks are filled by a remote writer -> admit_received -> (steps)
                                     \\-> abort_received: quarantine until no remote writer can touch them
 3. hand-off, prefill side (`prefill_only`):   add -> (steps) -> first token -> finish, or quarantine until sent
+4. handed over while it decodes:   1 or 2 -> hand_over -> quarantine until sent
 
 `cancel` ends it in any state. Every way out goes through `_release`, once.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.model_runner import LayerHook, RowResult, Runner
 from engine.prefix_holds import PoolCopies, PrefixHolds
+from engine.prompt_logprobs import PromptToken
 from engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from engine.sequence import FinishReason, Sequence, SequenceStatus, TokenSample
 from kv_cache.block_hash import BlockHasher
@@ -29,16 +31,25 @@ from runtime.errors import KvferryError, invalid
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one step did for one sequence: tokens (several where guesses were right), an end, or both.
+    """What one step did for one sequence: tokens (several where guesses were right), an end, or both; and the next log
+    probabilities of its prompt, if it wants them, which come before its first token.
 
-    `finish_reason` None = it goes on. `error` is set exactly when the reason is FAILED; `samples` is empty then, and
-    only then.
+    `finish_reason` None = it goes on. `error` is set exactly when the reason is FAILED; there is nothing else then.
     """
 
     seq: Sequence
     samples: tuple[TokenSample, ...]
     finish_reason: FinishReason | None = None
     error: KvferryError | None = None
+    prompt_logprobs: tuple[PromptToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBlocks:
+    """Where the KV of a sequence lies that has left: nobody overwrites it before its quarantine is released."""
+
+    block_table: tuple[int, ...]
+    quarantine_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +123,8 @@ class Engine:
             raise RuntimeError("reserve between schedule and publish: the step may still write to freed blocks")
         allocation = self._scheduler.reserve(seq)
         if allocation is not None:
+            # Whoever computes the prompt tells of it. If this engine has to compute it again, nobody wants it twice.
+            seq.prompt_logprobs = None
             self._sequences[seq.seq_id] = seq
         return allocation
 
@@ -158,6 +171,26 @@ class Engine:
         None = there is no such sequence (any more).
         """
         return self._release(seq_id, FinishReason.CANCELLED, quarantine=True)
+
+    def can_hand_over(self, seq: Sequence) -> bool:
+        """Whether the sequence runs here with the KV of every token but the last one, a generated one."""
+        is_here = self._sequences.get(seq.seq_id) is seq and seq.status is SequenceStatus.RUNNING
+        return is_here and bool(seq.samples) and seq.num_tokens_to_compute == 1 and not self._step_open
+
+    def hand_over(self, seq: Sequence) -> LeftBlocks:
+        """A sequence that `can_hand_over` ends here. Its KV, of every token but the last, is going to be sent.
+
+        Raises ValueError for one that cannot be handed over now.
+        """
+        if not self.can_hand_over(seq):
+            raise ValueError(f"sequence {seq.seq_id} cannot be handed over")
+        num_blocks = -(-seq.num_computed_tokens // self.block_manager.block_size)
+        block_table = tuple(seq.block_table[:num_blocks])
+        if self._copies is not None:
+            self._copies.to_host(block_table)
+        quarantine_id = self._release(seq.seq_id, FinishReason.CANCELLED, quarantine=True)
+        assert quarantine_id is not None, "a running sequence has blocks"
+        return LeftBlocks(block_table, quarantine_id)
 
     def release_quarantine(self, quarantine_id: int) -> None:
         """No remote side and no sender touches these blocks any more. Raises UnknownQuarantineError if called twice."""
@@ -290,7 +323,7 @@ class Engine:
             )
 
     def _apply(self, item: ScheduledSequence, result: RowResult | None) -> SequenceOutput | None:
-        """Append and count what a step gave one sequence; None = its last token was not reached."""
+        """Append and count what a step gave one sequence; None = nothing that anybody wants to know."""
         seq = item.seq
         if isinstance(result, KvferryError):
             # What a failed sequence computed is not trusted, so it does not enter the prefix cache.
@@ -307,6 +340,8 @@ class Engine:
         before = seq.arrival_tokens_computed
         self._scheduler.complete(seq, num_new_tokens)
         self._prompt_tokens_computed += seq.arrival_tokens_computed - before
+        if seq.prompt_logprobs is not None and (scored := seq.prompt_logprobs.take()):
+            output = replace(output or SequenceOutput(seq, ()), prompt_logprobs=scored)
         return output
 
     def _append(self, seq: Sequence, samples: tuple[TokenSample, ...]) -> SequenceOutput:

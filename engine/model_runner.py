@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
 from engine.batch import Batch, BatchRow, build_batch
+from engine.prompt_scoring import score_prompts
 from engine.sampler import Sampler, SampleRow
 from engine.scheduler import Schedule, ScheduledSequence
 from engine.sequence import Sequence, TokenSample
@@ -56,26 +57,31 @@ class ModelRunner:
     def run(self, schedule: Schedule, on_layer: LayerHook | None = None) -> dict[str, RowResult]:
         """Compute a schedule that is not empty: KV of all its tokens into the pool, one result a sampling sequence.
 
-        A sequence that cannot be sampled (NaN logits) has a KvferryError as its result and harms no other.
+        A sequence that cannot be sampled, or whose prompt cannot be scored (NaN logits), has a KvferryError as its
+        result and harms no other. Log probabilities of prompts are added to `Sequence.prompt_logprobs`.
         `on_layer(l)` is called when the KV of layer l is in the pool and final, before the layer's attention.
         Exceptions of the model or the hook pass through.
         """
         batch = build_batch([batch_row(item) for item in schedule.items], self._block_size)
         hidden = self._model.forward(batch, self._attention, on_layer or no_hook)
+        failed: dict[str, RowResult] = {}
+        if len(batch.scored_rows):
+            failed = {**score_prompts(self._model.logits, hidden, batch, schedule.items)}
         if not batch.logits_order:
-            return {}
+            return failed
         # Finished by now, whatever the hook cancelled: rows of cancelled sequences are sampled and then ignored.
         if len(batch.logits_order) < len(hidden):
             hidden = hidden[batch.logits_rows]
         logits = self._model.logits(hidden)
         sampled = [schedule.items[i] for i in dict.fromkeys(batch.logits_order)]
         if len(sampled) < len(logits):
-            return verify(self._sampler, logits, sampled)
+            return {**verify(self._sampler, logits, sampled), **failed}
         results = self._sampler.sample(logits, [sample_row(item.seq) for item in sampled])
-        return {
+        sampled_results: dict[str, RowResult] = {
             item.seq.seq_id: result if isinstance(result, KvferryError) else (result,)
             for item, result in zip(sampled, results, strict=True)
         }
+        return {**sampled_results, **failed} if failed else sampled_results
 
 
 def verify(sampler: Sampler, logits: Tensor, sampled: list[ScheduledSequence]) -> dict[str, RowResult]:
@@ -158,7 +164,9 @@ def batch_row(item: ScheduledSequence) -> BatchRow:
     token_ids = item.seq.token_ids[item.start : item.end]
     if item.draft_token_ids:
         token_ids += item.draft_token_ids
-    return BatchRow(token_ids, item.start, item.block_table, 1 + len(item.draft_token_ids) if item.samples else 0)
+    row = BatchRow(token_ids, item.start, item.block_table, 1 + len(item.draft_token_ids) if item.samples else 0)
+    prompt = item.seq.prompt_logprobs
+    return row if prompt is None else row._replace(scored=prompt.wanted(item.start, item.end))
 
 
 def no_hook(layer: int) -> None:

@@ -102,7 +102,7 @@ class Sampler:
         token_id = best if sampling.temperature == 0.0 else self._draw(scores, row)
         if sampling.num_logprobs is None:
             return TokenSample(token_id)
-        return _with_logprobs(raw, token_id, float(raw[raw_best]), sampling.num_logprobs)
+        return TokenSample(token_id, *logprobs_of(raw, token_id, sampling.num_logprobs))
 
     def _draw(self, scores: Floats, row: SampleRow) -> int:
         kept, scaled = filter_tokens(scores, row.sampling)
@@ -227,15 +227,21 @@ def _check_peak(peak: np.float32, *, constrained: bool = False) -> None:
         raise KvferryError(ErrorCode.INTERNAL, f"no token can be sampled: {reason}")
 
 
-def _with_logprobs(raw: Floats, token_id: int, peak: float, num_logprobs: int) -> TokenSample:
-    shifted = raw - np.float32(peak)
+def logprobs_of(raw: Floats, token_id: int, num_logprobs: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """The log probability of `token_id` under logits `raw` [vocab]; the `num_logprobs` most likely tokens, with theirs.
+
+    Raises KvferryError (INTERNAL) when the logits hold a NaN or +inf.
+    """
+    peak = raw.max()
+    _check_peak(peak)
+    shifted = raw - peak
     log_total = float(np.log(np.exp(shifted).sum(dtype=np.float64)))
 
     def logprob(token: int) -> float:
         return min(0.0, max(float(shifted[token]) - log_total, MIN_LOGPROB))
 
     top = _top_tokens(raw, min(num_logprobs, len(raw)))
-    return TokenSample(token_id, logprob(token_id), tuple((token, logprob(token)) for token in top))
+    return logprob(token_id), tuple((token, logprob(token)) for token in top)
 
 
 def _top_tokens(raw: Floats, count: int) -> list[int]:

@@ -277,8 +277,7 @@ class Scheduler:
         seq = next((seq for seq in self._waiting if seq.seq_id not in held), None)
         if seq is None or self._slots(held) < 1:
             return None
-        # The last token is computed here whatever is cached: its logits choose the next one.
-        if self._allocate(seq, seq.num_tokens, (seq.num_tokens - 1) // self._block_size, promised_blocks=0) is None:
+        if self._allocate(seq, seq.num_tokens, seq.most_cached_tokens // self._block_size, promised_blocks=0) is None:
             return None
         self._waiting.remove(seq)
         seq.move_to(SequenceStatus.RUNNING)

@@ -14,6 +14,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.prompt_logprobs import PromptLogprobs
 from engine.speculation import Drafter
 from kv_cache.block_hash import BlockHash, BlockHasher
 from kvferry_rpc import common_pb2
@@ -62,6 +63,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     seed: int = 0
@@ -81,6 +83,7 @@ class SamplingParams:
             frequency_penalty=message.frequency_penalty,
             logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
             num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+            prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
             stop_token_ids=frozenset(message.stop_token_ids),
             ignore_eos=message.ignore_eos,
             seed=message.seed,
@@ -159,6 +162,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.samples: list[TokenSample] = []
         self.drafter: Drafter | None = None  # made by the scheduler, where drafts are wanted
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptLogprobs(sampling.prompt_logprobs, self.prompt_token_ids)
         self.block_hashes: list[BlockHash] = []
         # The block manager's table once more, as int32 numbers that a batch takes over without looking at each. The
         # scheduler keeps it up.
@@ -184,6 +190,13 @@ class Sequence:
     def num_tokens_to_compute(self) -> int:
         """1 for a sequence that is decoding."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """So many leading tokens may come out of a prefix cache where the sequence is computed: not the last one, whose
+        logits choose the next, and none whose logits tell a log probability of the prompt that is still missing."""
+        prompt = self.prompt_logprobs
+        return self.num_tokens - 1 if prompt is None or prompt.is_complete else prompt.most_cached_tokens
 
     def move_to(self, status: SequenceStatus) -> None:
         """Change the status. Raises ValueError for a transition that the table does not allow."""

@@ -1,11 +1,13 @@
 """Between the messages of the wire and the engine's own types; the check at each worker's door."""
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.engine import EngineLoad
+from engine.prompt_logprobs import PromptToken
 from engine.sequence import FinishReason, SamplingParams, Sequence, TokenConstraint, TokenSample
 from kv_cache.block_manager import BlockManager, Resync
 from kvferry_rpc import common_pb2, internal_pb2
@@ -13,6 +15,7 @@ from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.errors import KvferryError, invalid
 from runtime.kv_event_log import KVEventLog
 from runtime.limits import MAX_CACHE_SALT_BYTES, check_sampling, check_token_ids
+from runtime.telemetry import describe_defect
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +102,10 @@ async def build_constraint(message: SequenceMessage, grammars: Grammars) -> Toke
         return await grammars.constraint(message.sampling.grammar, message.prompt_token_ids[num_prompt_tokens:])
     except KvferryError as error:
         return error
-    except Exception:
-        _log.exception("%s: its grammar could not be prepared for a reason of our own", message.request_id)
+    except Exception as error:
+        # Not in its own words, which may be those of the grammar.
+        places = describe_defect(error)
+        _log.error("%s: its grammar could not be prepared for a reason of our own: %s", message.request_id, places)
         return KvferryError(ErrorCode.INTERNAL, "the grammar could not be prepared")
 
 
@@ -121,6 +126,22 @@ def token_sample(message: common_pb2.TokenOutput) -> TokenSample:
         message.logprob if message.HasField("logprob") else None,
         tuple((entry.token_id, entry.logprob) for entry in message.top_logprobs),
     )
+
+
+_MAX_PROMPT_POSITIONS = 256
+
+
+def prompt_logprobs(tokens: SequenceOf[PromptToken]) -> Iterator[internal_pb2.PromptLogprobs]:
+    """Log probabilities of a prompt as they travel, in messages of bounded size; none for none."""
+    for first in range(0, len(tokens), _MAX_PROMPT_POSITIONS):
+        message = internal_pb2.PromptLogprobs()
+        for token in tokens[first : first + _MAX_PROMPT_POSITIONS]:
+            entry = message.tokens.add(
+                position=token.position, token_id=token.token_id, logprob=token.logprob, rank=token.rank
+            )
+            for token_id, logprob in token.top_logprobs:
+                entry.top_logprobs.add(token_id=token_id, logprob=logprob)
+        yield message
 
 
 _FINISH = {FinishReason.STOP: common_pb2.STOP, FinishReason.LENGTH: common_pb2.LENGTH}

@@ -25,6 +25,7 @@ from engine.execution.next_step import NextStep, expect_next
 from engine.execution.sampling import DeviceSampler, needs_host
 from engine.execution.staging import Fetch, Staging
 from engine.model_runner import LayerHook, Model, RowResult, batch_row, no_hook, sample_row, verify
+from engine.prompt_scoring import score_prompts
 from engine.sampler import Sampler, SampleRow
 from engine.scheduler import Schedule, ScheduledSequence
 from engine.sequence import TokenSample
@@ -62,6 +63,7 @@ class InFlight:
         self._sampled: list[ScheduledSequence] = []
         self._rows: list[SampleRow] = []
         self._fetch: Fetch | None = None
+        self.failed: dict[str, KvferryError] = {}  # sequences whose prompt cannot be scored
 
     def sample(self, logits: Tensor, sampled: list[ScheduledSequence], sampler: DeviceSampler | None) -> Tensor | None:
         """Queue the sampling behind `sampled` of logits [R, vocab]; tokens int64 [R] on the device if they are the
@@ -82,6 +84,9 @@ class InFlight:
         """See ModelRunner.run. Tells of layers first, as their hook may be waited for elsewhere."""
         if self._layers is not None:
             self._layers.finish()
+        return {**self._sampled_results(), **self.failed}
+
+    def _sampled_results(self) -> dict[str, RowResult]:
         logits = self._logits
         if logits is None:
             return {}
@@ -144,16 +149,16 @@ class DeviceRunner:
             if expected is not None and not expected.matches(schedule):
                 expected = None
             self.steps_as_prepared += expected is not None
+            in_flight = InFlight(self._parts, self._sampler, layers)
             if expected is None:
                 batch = build_batch([batch_row(item) for item in schedule.items], self._block_size)
-                logits = self._queue(batch, layers)
+                logits = self._queue(batch, layers, schedule, in_flight)
             elif queue_next is None or token_ids is None or layers is not None:
                 batch = expected.filled(schedule, self._block_size)
-                logits = self._queue(batch, layers)
+                logits = self._queue(batch, layers, schedule, in_flight)
             else:
                 batch = expected.batch
                 logits = queue_next(token_ids)
-            in_flight = InFlight(self._parts, self._sampler, layers)
             if logits is not None:
                 sampled = [schedule.items[i] for i in dict.fromkeys(batch.logits_order)]
                 self._token_ids = in_flight.sample(logits, sampled, self._parts.sampler)
@@ -179,18 +184,25 @@ class DeviceRunner:
         graphs = self._parts.graphs
         if graphs is None or not graphs.fits(batch):
             on_device = self._parts.staging.upload_batch(batch)
-            return lambda token_ids: self._forward(replace(on_device, token_ids=token_ids), no_hook)
+            return lambda token_ids: self._logits(
+                self._model.forward(replace(on_device, token_ids=token_ids), self._attention, no_hook), on_device
+            )
         graphs.load(batch)
         return lambda token_ids: graphs.replay(batch, token_ids)
 
-    def _queue(self, batch: Batch, layers: LayerEvents | None) -> Tensor | None:
-        """Logits, if any are wanted, of a batch on the host."""
+    def _queue(
+        self, batch: Batch, layers: LayerEvents | None, schedule: Schedule, in_flight: InFlight
+    ) -> Tensor | None:
+        """Logits, if any are wanted, of a batch on the host. Prompts are scored here: the host waits for each slice."""
         graphs = self._parts.graphs
         if layers is None and graphs is not None and graphs.fits(batch):
             graphs.load(batch)
             return graphs.replay(batch)
         on_device = self._parts.staging.upload_batch(batch)
-        return self._forward(on_device, no_hook if layers is None else layers.stored)
+        hidden = self._model.forward(on_device, self._attention, no_hook if layers is None else layers.stored)
+        if len(batch.scored_rows):
+            in_flight.failed = score_prompts(self._model.logits, hidden, on_device, schedule.items)
+        return self._logits(hidden, on_device)
 
     def _mark(self, schedule: Schedule) -> Callable[[int], Event]:
         """What LayerEvents asks when a layer is queued."""
@@ -204,8 +216,7 @@ class DeviceRunner:
         }
         return lambda layer: copies.layer_to_host(sorted(written), layer)
 
-    def _forward(self, batch: Batch, on_layer: LayerHook) -> Tensor | None:
-        hidden = self._model.forward(batch, self._attention, on_layer)
+    def _logits(self, hidden: Tensor, batch: Batch) -> Tensor | None:
         if not batch.logits_order:
             return None
         if len(batch.logits_order) < len(hidden):

@@ -84,6 +84,7 @@ class GraphPool:
             batch.num_single_rows == rows == len(batch.logits_order)
             and rows <= self._shape.max_rows
             and batch.block_tables.shape[1] <= self._shape.table_width
+            and not len(batch.scored_rows)
         )
 
     def load(self, batch: Batch) -> None:
@@ -131,6 +132,7 @@ class GraphPool:
             context_lens=self._context_lens[:size],
             query_start=self._query_start[: size + 1],
             logits_rows=self._logits_rows[:size],
+            scored_rows=self._nothing,
             opened_blocks=self._nothing,
             row_order=rows,
             logits_order=rows,

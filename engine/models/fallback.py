@@ -45,10 +45,11 @@ class FallbackModel:
     def forward(self, batch: Batch, attention: AttentionBackend, on_layer: Callable[[int], None]) -> Tensor:
         """Logits in place of hidden states, [T, vocab]: what a model does behind its last norm is its own affair.
 
-        Only the rows `batch.logits_rows` are computed, where the model can leave out others; these are zero.
+        Only the rows that the batch wants are computed, where the model can leave out others; these are zero.
         """
         step = _Step(self.shape, batch, attention, on_layer)
-        rows = {"logits_to_keep": batch.logits_rows} if self._keeps_rows else {}
+        wanted = torch.cat((batch.scored_rows, batch.logits_rows)) if len(batch.scored_rows) else batch.logits_rows
+        rows = {"logits_to_keep": wanted} if self._keeps_rows else {}
         with answering(step):
             logits: Tensor = self._network(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **rows
@@ -59,7 +60,7 @@ class FallbackModel:
             return logits
         # Zeroed by the kernel page by page when touched: rows that nobody reads cost nothing.
         spread = torch.zeros(batch.num_tokens, logits.shape[-1], dtype=torch.float32)
-        spread[batch.logits_rows] = logits.float()
+        spread[wanted] = logits.float()
         return spread
 
     def logits(self, hidden: Tensor) -> Tensor:

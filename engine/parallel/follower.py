@@ -26,6 +26,7 @@ from engine.model_runner import Model
 from engine.parallel.batch_wire import unpack_batch
 from engine.parallel.channel import FollowerAnswer, FollowerSetup, decode_setup, encode, receive_frame, send_frame
 from engine.parallel.group import TensorParallel
+from engine.prompt_scoring import scored_slices
 from runtime.errors import KvferryError
 from runtime.telemetry import setup_logging
 
@@ -57,6 +58,8 @@ class Follower:
     def step(self, batch: Batch) -> None:
         """Compute one step with the other ranks: what rank 0's ModelRunner computes, up to the logits."""
         hidden = self._model.forward(batch, self._attention, _nobody)
+        for rows in scored_slices(batch):
+            self._model.logits(hidden[rows])
         if len(batch.logits_rows):
             self._model.logits(hidden[batch.logits_rows])
 

@@ -174,7 +174,8 @@ class LeaderModel:
             return self._inner.forward(batch, attention, self._ops.announce_when_summed(on_layer))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See Model. The other ranks do the same when the batch wants logits, so it is called then and only then."""
+        """See Model. The other ranks do the same when the batch wants logits, so it is called then and only then: once
+        for each of its `scored_slices`, in their order, and then for its `logits_rows`."""
         with self._followers.noticing_losses():
             return self._inner.logits(hidden)
 

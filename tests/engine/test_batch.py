@@ -48,6 +48,17 @@ def test_logits_may_be_wanted_after_several_tokens_of_a_row() -> None:
     assert batch.logits_order == (1, 0, 0)
 
 
+def test_logits_for_prompts_are_wanted_behind_positions_of_a_row() -> None:
+    rows = [BatchRow([1, 2, 3, 4], 8, [0, 3], scored=range(9, 12)), BatchRow([4], 0, [1], scored=range(1))]
+    batch = build_batch([*rows, BatchRow([5, 6], 3, [2], scored=range(9, 9))], block_size=8)
+    assert batch.token_ids.tolist() == [4, 5, 6, 1, 2, 3, 4]
+    assert batch.scored_rows.tolist() == [0, 4, 5, 6]
+    with pytest.raises(ValueError, match="does not have the positions"):
+        build_batch([BatchRow([1, 2], 8, [0, 3], scored=range(7, 9))], block_size=8)
+    with pytest.raises(ValueError, match="does not have the positions"):
+        build_batch([BatchRow([1, 2], 8, [0, 3], scored=range(8, 11))], block_size=8)
+
+
 def test_tables_of_machine_numbers_are_taken_over_like_any() -> None:
     rows = [BatchRow([1], 7, [4, 5, 6]), BatchRow([1, 2, 3], 14, [7, 8, 9, 10])]
     machine = [row._replace(block_table=array("i", row.block_table)) for row in rows]

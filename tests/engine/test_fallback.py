@@ -52,19 +52,24 @@ def test_chunked_and_mixed_sequences_have_the_tokens_of_transformers(tmp_path: P
     )
     plan = plan_engine(options, available_bytes=None)
     engine = build_engine(options, plan, memoryview(mmap.mmap(-1, plan.pool_bytes)), prefill_only=False)
-    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     seqs = [Sequence(str(n), _PROMPT[:n], sampling, max_context_tokens=100) for n in (40, 5, 17)]
     for seq in seqs:
         engine.add(seq)
+    scored: dict[str, list[float]] = {seq.seq_id: [] for seq in seqs}
     while engine.has_work:
         schedule = engine.schedule()
-        engine.publish(schedule, engine.run(schedule))
+        for output in engine.publish(schedule, engine.run(schedule)):
+            scored[output.seq.seq_id] += [token.logprob for token in output.prompt_logprobs]
         engine.check_integrity()
     model.generation_config.eos_token_id = None
     for seq in seqs:
         prompt = torch.tensor([seq.prompt_token_ids])
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
         assert list(seq.output_token_ids) == expected[0, prompt.shape[1] :].tolist()
+        with torch.inference_mode():
+            logprobs = model(prompt).logits[0, :-1].log_softmax(-1).gather(1, prompt[0, 1:, None])[:, 0]
+        assert scored[seq.seq_id] == pytest.approx(logprobs.tolist(), abs=1e-3)
 
 
 def test_a_model_without_native_code_cannot_be_split(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_write_the_text_of_one_until_one_is_killed(cache: Path) -> None:
     alone = SplitEngine(MODEL, cache, 1)
     expected = alone.generate(PROMPTS, 20)
+    prompt = [1, *range(400, 500)]
+    scores = alone.score(prompt)
+    assert len(scores) == 100
     alone.close()
     split = SplitEngine(MODEL, cache, 2)
     try:
@@ -37,6 +40,7 @@ def test_two_processes_write_the_text_of_one_until_one_is_killed(cache: Path) ->
         (pid,) = split.pids
         os.kill(pid, signal.SIGTERM)  # a worker that drains still needs its ranks
         assert split.generate(PROMPTS, 20) == expected
+        assert split.score(prompt) == pytest.approx(scores, abs=1e-4)
 
         announced: list[int] = []
 

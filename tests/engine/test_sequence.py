@@ -193,10 +193,11 @@ def test_every_field_of_the_message_is_taken_over() -> None:
         frequency_penalty=0.75,
         logit_bias=[common_pb2.LogitBias(token_id=4, bias=-2.0)],
         num_logprobs=0,
+        prompt_logprobs=2,
         stop_token_ids=[7, 8],
         ignore_eos=True,
         seed=2**63 + 1,
     )
     assert SamplingParams.from_proto(message) == SamplingParams(
-        3, 1, 0.0, 5, 0.5, 0.25, 1.5, -0.5, 0.75, ((4, -2.0),), 0, frozenset({7, 8}), True, 2**63 + 1
+        3, 1, 0.0, 5, 0.5, 0.25, 1.5, -0.5, 0.75, ((4, -2.0),), 0, 2, frozenset({7, 8}), True, 2**63 + 1
     )

@@ -59,6 +59,7 @@ def test_both_messages_that_bring_a_prompt_are_read_alike() -> None:
         ("presence_penalty", {"sampling": SamplingParams(max_tokens=4, presence_penalty=-3.0)}),
         ("frequency_penalty", {"sampling": SamplingParams(max_tokens=4, frequency_penalty=math.nan)}),
         ("top_logprobs", {"sampling": SamplingParams(max_tokens=4, num_logprobs=21)}),
+        ("prompt_logprobs", {"sampling": SamplingParams(max_tokens=4, prompt_logprobs=21)}),
         ("logit_bias", {"sampling": SamplingParams(max_tokens=4, logit_bias=[LogitBias(token_id=50)])}),
         ("logit_bias", {"sampling": SamplingParams(max_tokens=4, logit_bias=[LogitBias(bias=math.nan)])}),
         ("logit_bias", {"sampling": SamplingParams(max_tokens=4, logit_bias=[LogitBias(token_id=1)] * 2)}),
