@@ -25,6 +25,8 @@ _STATUS: dict["ErrorCode.ValueType", tuple[int, grpc.StatusCode]] = {
 }
 
 _MAX_MESSAGE_CHARS = 2000
+# gRPC itself refuses such messages, with the status of an overload; but a retry cannot help.
+_TOO_LARGE = "message larger than max"
 
 ERROR_METADATA_KEY = "kvferry-error-bin"
 """Trailing metadata of a failed public call: the serialised Error, which says more than a gRPC status can."""
@@ -90,6 +92,8 @@ class KvferryError(Exception):
                 return cls.from_proto(common_pb2.Error.FromString(sent_along))
         status = error.code() if answered else grpc.StatusCode.UNKNOWN
         detail = (error.details() if answered else None) or str(status)
+        if status is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in detail:
+            return cls(ErrorCode.INVALID_REQUEST, f"{peer}: {detail}")
         for code, (_, candidate) in _STATUS.items():
             if candidate is status:
                 return cls(code, f"{peer}: {detail}")

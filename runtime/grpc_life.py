@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from runtime.secret import SECRET_METADATA_KEY, secret_matches
 from runtime.secret_channel import SecretChannel
+from runtime.tls import ChannelTls
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 PING_INTERVAL_S = 10.0
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # generic in the stubs only
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
 _Servicer = TypeVar("_Servicer")
-_Options = tuple[tuple[str, int], ...]
+_Options = tuple[tuple[str, int | str], ...]
 
 
 def _message_options(max_received_bytes: int = MAX_MESSAGE_BYTES) -> _Options:
@@ -58,8 +59,8 @@ def channel_options(ping_interval_s: float = PING_INTERVAL_S, connect_timeout_s:
     )
 
 
-def server_options(max_received_bytes: int = MAX_MESSAGE_BYTES) -> _Options:
-    """Options of every server: any ping rate is accepted, silent peers are noticed, a port is never shared."""
+def server_options(max_received_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bool = False) -> _Options:
+    """Options of every server: any ping rate is accepted, silent peers are noticed, a port is shared only if asked."""
     return (
         *_message_options(max_received_bytes),
         ("grpc.keepalive_time_ms", round(2 * PING_INTERVAL_S * 1000)),
@@ -68,7 +69,7 @@ def server_options(max_received_bytes: int = MAX_MESSAGE_BYTES) -> _Options:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 10),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(share_port)),
     )
 
 
@@ -76,14 +77,20 @@ def channel(
     address: str,
     secret: bytes | None = None,
     *,
+    tls: ChannelTls | None = None,
     ping_interval_s: float = PING_INTERVAL_S,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> grpc.aio.Channel:
     """An asyncio channel to `address` (host:port) whose calls carry `secret`, if given, as metadata.
 
-    Connects on the first call. The caller closes it (`async with`, or `close()`). Event-loop thread only.
+    Connects on the first call, over `tls` if given. The caller closes it (`async with`, or `close()`). Event-loop
+    thread only.
     """
-    plain = grpc.aio.insecure_channel(address, options=channel_options(ping_interval_s, connect_timeout_s))
+    options = channel_options(ping_interval_s, connect_timeout_s)
+    if tls is None:
+        plain = grpc.aio.insecure_channel(address, options=options)
+    else:
+        plain = grpc.aio.secure_channel(address, tls.credentials(), options=(*options, *tls.options))
     return plain if secret is None else SecretChannel(plain, ((SECRET_METADATA_KEY, secret),))
 
 
@@ -100,18 +107,33 @@ class GrpcServer:
     """
 
     def __init__(
-        self, host: str, port: int = 0, *, secret: bytes | None = None, max_received_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        host: str,
+        port: int = 0,
+        *,
+        secret: bytes | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        max_received_bytes: int = MAX_MESSAGE_BYTES,
+        max_calls: int | None = None,
+        share_port: bool = False,
     ) -> None:
-        """`port` 0 takes any free one. `secret` is required if an internal service is going to be added.
-        A message larger than `max_received_bytes` ends its call with RESOURCE_EXHAUSTED, unparsed."""
+        """`port` 0 takes any free one. `secret` is required if an internal service is going to be added. With
+        `credentials` (`runtime.tls`) it speaks TLS and nothing else. `share_port`: other processes may listen there.
+        A message larger than `max_received_bytes` ends its call with RESOURCE_EXHAUSTED, unparsed; so do more calls at
+        once than `max_calls`, of all services and connections, unread. A connection may have as many streams."""
         self._host = host
         self._port = port
         self._secret = secret
+        self._credentials = credentials
         self._internal: set[str] = set()
         self._services: list[str] = []
         self._handlers = _RunningHandlers()
         interceptors = [self._handlers, _SecretInterceptor(self._internal, secret or b"")]
-        self._server = grpc.aio.server(interceptors=interceptors, options=server_options(max_received_bytes))
+        options = server_options(max_received_bytes, share_port=share_port)
+        if max_calls is not None:
+            # One more than the calls: a client holds back what is over this, and would never hear that it is too much.
+            options += (("grpc.max_concurrent_streams", max_calls + 1),)
+        self._server = grpc.aio.server(interceptors=interceptors, options=options, maximum_concurrent_rpcs=max_calls)
         self._health = health.aio.HealthServicer()
         self._stopping: asyncio.Task[None] | None = None
 
@@ -154,7 +176,10 @@ class GrpcServer:
             (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         try:
-            self._port = self._server.add_insecure_port(self.address)
+            if self._credentials is None:
+                self._port = self._server.add_insecure_port(self.address)
+            else:
+                self._port = self._server.add_secure_port(self.address, self._credentials)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {self.address}: {error}") from error
         await self._server.start()

@@ -125,6 +125,26 @@ def check_schema(field: str, document: Any) -> None:
         raise invalid(field, f"at {endless[:200]}: comes back to itself without a way to an end")
 
 
+def rebased(schema: Any, place: str) -> Any:
+    """`schema`, which passed `check_schema`, as a part of another one: a copy whose references lead to the same schemas
+    when it stands at `place`, such as `#/items`."""
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "$ref":
+            moved[keyword] = place + value[1:]
+        elif keyword in _ONE_SCHEMA:
+            moved[keyword] = rebased(value, place)
+        elif keyword in _LIST_OF_SCHEMAS:
+            moved[keyword] = [rebased(inner, place) for inner in value]
+        elif keyword in _NAMED_SCHEMAS:
+            moved[keyword] = {name: rebased(inner, place) for name, inner in value.items()}
+        else:
+            moved[keyword] = value
+    return moved
+
+
 def _check_keywords(schema: dict[str, Any]) -> None:
     """Raises ValueError."""
     keywords = set(schema) - _ANNOTATIONS - _DEFINITIONS

@@ -11,12 +11,16 @@ MAX_PROMPT_CHARS = 4 * 1024 * 1024
 MAX_CHOICES = 16  # `n`, and `n` times the prompts of a list
 MAX_PROMPTS = MAX_CHOICES
 MAX_MESSAGES = 2048
+MAX_TOOLS = 128  # of a request, and calls of a message
+MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request, as JSON
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_CACHE_SALT_BYTES = 64
+MAX_CACHE_SALT_CHARS = 64  # of what a client may name; workers get a digest
+MAX_PRIORITY = 100  # and as far below 0
 DEFAULT_REQUEST_TIMEOUT_S = 600.0
 
 
@@ -39,6 +43,8 @@ def check_sampling(params: SamplingParams, *, vocab_size: int, max_context_token
     _check_range("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
     if params.HasField("num_logprobs"):
         _check_range("top_logprobs", params.num_logprobs, 0, MAX_TOP_LOGPROBS)
+    if params.HasField("prompt_logprobs"):
+        _check_range("prompt_logprobs", params.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
     _check_token_fields(params, vocab_size)
     if params.HasField("grammar"):
         check_grammar(params.grammar)

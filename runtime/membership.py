@@ -23,6 +23,7 @@ from kvferry_rpc import internal_pb2_grpc
 from kvferry_rpc.internal_pb2 import Draining, KVEvent, KVEvents, LoadReport, Register, RouterMessage, WorkerMessage
 from runtime.grpc_life import channel
 from runtime.kv_event_log import CacheChange, KVEventLog
+from runtime.tls import ChannelTls
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class MembershipClient:
         kv_events: KVEventLog,
         on_drain: Callable[[], None],
         *,
+        tls: ChannelTls | None = None,
         report_interval_s: float = 0.25,
         retry: RetryTimes | None = None,
     ) -> None:
@@ -88,7 +90,7 @@ class MembershipClient:
         message.CopyFrom(register)
         message.protocol_version = PROTOCOL_VERSION
         message.pid = os.getpid()
-        state = _Worker(secret, message, load, kv_events, on_drain, report_interval_s)
+        state = _Worker(secret, tls, message, load, kv_events, on_drain, report_interval_s)
         rng = random.Random(message.incarnation)
         self._worker = state
         self._links = [_RouterLink(address, state, retry or RetryTimes(), rng) for address in router_addresses]
@@ -127,6 +129,7 @@ class _Worker:
     """What all links share."""
 
     secret: bytes
+    tls: ChannelTls | None
     register: Register
     load: Callable[[], LoadReport]
     kv_events: KVEventLog
@@ -159,7 +162,7 @@ class _RouterLink:
     async def _attach_once(self) -> float:
         """One life of the stream; returns how long to wait before the next."""
         try:
-            async with channel(self.address, self._worker.secret) as link:
+            async with channel(self.address, self._worker.secret, tls=self._worker.tls) as link:
                 stream: _Stream = internal_pb2_grpc.MembershipStub(link).Attach()
                 try:
                     await self._register(stream)

@@ -5,6 +5,7 @@ Logs go to standard error: standard output belongs to the ready line, which a la
 
 import logging
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,11 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # Seconds; from a cached token on a small model to a long prompt on a busy machine.
 LATENCY_BUCKETS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
+FIELDS = "fields"
+"""`extra={FIELDS: {...}}` of a log call: facts that JSON lines have as fields of their own."""
+
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
+_trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 
 
 def setup_logging(*, level: str, json_lines: bool, process: str) -> None:
@@ -36,16 +41,17 @@ def setup_logging(*, level: str, json_lines: bool, process: str) -> None:
 
 
 @contextmanager
-def request_context(request_id: str) -> Iterator[None]:
-    """Log lines of this task (and tasks that it starts) within the block carry `request_id`.
+def request_context(request_id: str, trace_id: str = "") -> Iterator[None]:
+    """Log lines of this task (and tasks that it starts) within the block carry `request_id`, JSON lines `trace_id` too.
 
     Threads have no such context: they pass `extra={"request_id": ...}` to the log call instead.
     """
-    token = _request_id.set(request_id)
+    request, trace = _request_id.set(request_id), _trace_id.set(trace_id)
     try:
         yield
     finally:
-        _request_id.reset(token)
+        _request_id.reset(request)
+        _trace_id.reset(trace)
 
 
 class PlainFormatter(logging.Formatter):
@@ -65,7 +71,8 @@ class PlainFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, message, request_id, exception (the last two if any)."""
+    """One JSON object a line: time, level, process, logger, message; if there are any: request_id, trace_id, exception,
+    and the fields of the line's own."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -73,20 +80,31 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
+            **record.__dict__.get(FIELDS, {}),
             "time": _time_of(record),
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
             "message": record.getMessage(),
         }
-        request_id = _request_id_of(record)
-        if request_id:
+        if request_id := _request_id_of(record):
             fields["request_id"] = request_id
+        if trace_id := str(record.__dict__.get("trace_id") or _trace_id.get()):
+            fields["trace_id"] = trace_id
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         # A lone surrogate (from a file name, say) is not valid UTF-8 and must not cost the log line.
-        clean = {key: value.encode("utf-8", "replace").decode() for key, value in fields.items()}
+        clean = {key: _clean(value) if isinstance(value, str) else value for key, value in fields.items()}
         return orjson.dumps(clean).decode()
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def describe_defect(error: Exception) -> str:
+    """An exception that nobody foresaw, by type and place, for a log line: what it says may quote a prompt."""
+    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}"
 
 
 def new_registry() -> CollectorRegistry:

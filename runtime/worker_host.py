@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from kvferry_rpc.internal_pb2 import LoadReport, Register
+from runtime.clock import SystemClock
 from runtime.config import flag, required_flag
 from runtime.errors import KvferryError
 from runtime.grpc_life import GrpcServer
@@ -22,6 +23,8 @@ from runtime.kv_event_log import KVEventLog
 from runtime.membership import MembershipClient
 from runtime.process import write_ready_line
 from runtime.secret import read_secret_file
+from runtime.tls import InternalTlsOptions, internal_channel_tls, server_credentials
+from runtime.tracing import TracingOptions
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostOptions:
+class HostOptions(InternalTlsOptions, TracingOptions):
     """Flags that every worker has."""
 
     worker_id: str = required_flag("Name of this worker, unique in the cluster and stable over restarts.")
@@ -45,6 +48,8 @@ class HostOptions:
 
     def validate(self) -> None:
         """Raises ValueError naming the flag."""
+        InternalTlsOptions.validate(self)
+        TracingOptions.validate(self)
         if not self.worker_id or len(self.worker_id) > 128:
             raise ValueError("--worker-id must have 1 to 128 characters")
         if self.host in ("", "0.0.0.0", "::"):
@@ -111,6 +116,9 @@ async def host_worker(
     """Run a worker until it has drained; returns the exit status. `build(secret)` runs in a thread."""
     try:
         secret = read_secret_file(options.cluster_secret_file)
+        clock = SystemClock()
+        tls = internal_channel_tls(options, clock)
+        credentials = server_credentials(options.internal_tls, clock) if options.internal_tls else None
         worker = await asyncio.to_thread(build, secret)
     except (KvferryError, OSError, ValueError) as error:  # what a person can mend: one line, no traceback
         _log.error("cannot start: %s", error)
@@ -122,7 +130,7 @@ async def host_worker(
         loop.call_soon_threadsafe(dead.set)
 
     worker.start(on_fatal)
-    server = GrpcServer(options.host, options.port, secret=secret)
+    server = GrpcServer(options.host, options.port, secret=secret, credentials=credentials)
     worker.add_services(server)
     await server.start()
     membership = MembershipClient(
@@ -132,6 +140,7 @@ async def host_worker(
         worker.load_report,
         worker.kv_events,
         on_drain=shutdown.set,
+        tls=tls,
     )
     membership.start()
     await server.set_serving(True)

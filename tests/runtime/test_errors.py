@@ -47,6 +47,14 @@ def test_a_failed_call_without_a_readable_error_is_known_by_its_status(trailing:
     assert "gone" in error.message
 
 
+@pytest.mark.parametrize("side", ["Sent", "Received"])
+def test_a_message_that_is_too_large_is_no_overload(side: str) -> None:
+    refusal = _rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {side} message larger than max (9 vs. 8)")
+    assert KvferryError.from_rpc(refusal, "the router").code == ErrorCode.INVALID_REQUEST
+    full = _rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
+    assert KvferryError.from_rpc(full, "the router").code == ErrorCode.OVERLOADED
+
+
 def test_an_error_that_names_no_status_is_internal() -> None:
     assert KvferryError.from_rpc(grpc.RpcError(), "decode-0").code == ErrorCode.INTERNAL
 

@@ -8,6 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from runtime.errors import ErrorCode, KvferryError
 from runtime.grpc_life import MAX_MESSAGE_BYTES, GrpcServer, channel, join_host_port
 
 SECRET = b"0123456789abcdef"
@@ -22,6 +23,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
+        self.entered = asyncio.Semaphore(0)
         self.calls = 0
         self.silent_calls = 0
 
@@ -46,6 +48,7 @@ class Echo:
 
     async def silent(self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         self.silent_calls += 1
+        self.entered.release()
         try:
             await self.release.wait()
         finally:
@@ -70,8 +73,8 @@ def register_as(full_name: str) -> Any:
 
 
 @asynccontextmanager
-async def serving(port: int = 0, max_received_bytes: int = MAX_MESSAGE_BYTES) -> AsyncIterator[tuple[GrpcServer, Echo]]:
-    server, echo = GrpcServer("127.0.0.1", port, secret=SECRET, max_received_bytes=max_received_bytes), Echo()
+async def serving(port: int = 0, **options: Any) -> AsyncIterator[tuple[GrpcServer, Echo]]:
+    server, echo = GrpcServer("127.0.0.1", port, secret=SECRET, **options), Echo()
     server.add_service(register_as(INTERNAL), echo, INTERNAL, internal=True)
     server.add_service(register_as(PUBLIC), echo, PUBLIC, internal=False)
     await server.start()
@@ -199,7 +202,24 @@ async def test_a_server_can_have_a_bound_of_its_own_on_what_it_receives() -> Non
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(link, PUBLIC, "UnaryUnary", bytes(1001))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        # The same status as an overload, but not the same thing: a retry cannot help.
+        assert KvferryError.from_rpc(caught.value, "the server").code == ErrorCode.INVALID_REQUEST
         assert echo.calls == 1
+
+
+async def test_calls_over_the_bound_are_refused_at_once_and_those_within_it_go_on() -> None:
+    async with serving(max_calls=3) as (server, echo), channel(server.address) as link, channel(server.address) as more:
+        running = [asyncio.ensure_future(link.unary_unary(f"/{PUBLIC}/Silent")(b"kept")) for _ in range(3)]
+        for _ in running:
+            await echo.entered.acquire()
+        for asked in (link, more):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(asked, PUBLIC, "UnaryUnary")
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert KvferryError.from_rpc(caught.value, "the server").code == ErrorCode.OVERLOADED
+        echo.release.set()
+        assert await asyncio.gather(*running) == [b"kept"] * 3
+        assert await call(more, PUBLIC, "UnaryUnary") == b"x"
 
 
 async def test_health_follows_set_serving_and_needs_no_secret() -> None:

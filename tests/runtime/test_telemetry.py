@@ -43,6 +43,15 @@ def test_outside_a_request_there_is_no_request_id() -> None:
     assert "[" not in PlainFormatter("p").format(_record("x"))
 
 
+def test_a_json_line_has_the_fields_of_its_own_and_the_trace_of_its_request() -> None:
+    with request_context("req-1", "ab" * 16):
+        line = JsonFormatter("p").format(_record("x", fields={"status": 200, "path": "/\udcff", "message": "not this"}))
+    fields = json.loads(line)
+    assert (fields["status"], fields["path"], fields["message"]) == (200, "/?", "x")
+    assert (fields["request_id"], fields["trace_id"]) == ("req-1", "ab" * 16)
+    assert "trace_id" not in json.loads(JsonFormatter("p").format(_record("x")))
+
+
 def test_plain_lines_name_process_logger_and_request() -> None:
     with request_context("req-1"):
         line = PlainFormatter("router").format(_record("hello"))
