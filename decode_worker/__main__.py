@@ -2,12 +2,15 @@
 
 import sys
 
-from decode_worker.config import DecodeConfig
-from decode_worker.process import DecodeProcess
-from runtime.config import parse_config
-from runtime.process import run_service
-from runtime.telemetry import setup_logging
-from runtime.worker_host import host_worker
+from runtime.collector import loading
+
+with loading():
+    from decode_worker.config import DecodeConfig
+    from decode_worker.process import DecodeProcess
+    from runtime.config import parse_config
+    from runtime.process import run_service
+    from runtime.telemetry import setup_logging
+    from runtime.worker_host import host_worker
 
 
 def main() -> int:

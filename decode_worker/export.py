@@ -34,6 +34,7 @@ class ExportRequest:
     cache_salt: bytes
     ticket: internal_pb2.Ticket
     deadline: float
+    request_id: str = ""
 
 
 def check_export(message: internal_pb2.Export, now: float) -> ExportRequest:
@@ -47,7 +48,7 @@ def check_export(message: internal_pb2.Export, now: float) -> ExportRequest:
     if not block_size or not num_blocks or len(message.prompt_token_ids) != num_blocks * block_size:
         raise invalid("prompt_token_ids", f"are not the {num_blocks} blocks of {block_size} tokens of the ticket")
     deadline = now + message.deadline_ms / 1e3
-    return ExportRequest(tuple(message.prompt_token_ids), message.cache_salt, ticket, deadline)
+    return ExportRequest(tuple(message.prompt_token_ids), message.cache_salt, ticket, deadline, message.request_id)
 
 
 class Exporter:
@@ -71,7 +72,8 @@ class Exporter:
         try:
             self._sender.open(ticket, len(request.token_ids), request.deadline)
         except (KvferryError, ValueError) as error:
-            _log.info("nothing is sent to %s: %s", ticket.decode_worker_id, error)
+            extra = {"request_id": request.request_id}
+            _log.info("nothing is sent to %s: %s", ticket.decode_worker_id, error, extra=extra)
             return
         hold = f"export/{ticket.handoff_id}"
         reason = self._refusal(ticket)

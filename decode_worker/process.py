@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from decode_worker.config import DecodeConfig
 from decode_worker.export import Exporter
+from decode_worker.hand_over import HandOvers
 from decode_worker.server import DecodeService
 from decode_worker.worker import Command, DecodeView, DecodeWorker, ExportEvent
 from engine.build import build_engine, log_load, plan_engine, start_followers
@@ -20,6 +21,7 @@ from runtime.clock import SystemClock
 from runtime.grpc_life import GrpcServer
 from runtime.in_flight import InFlight
 from runtime.kv_event_log import KVEventLog
+from runtime.tracing import open_tracer
 
 
 class DecodeProcess:
@@ -31,6 +33,7 @@ class DecodeProcess:
         self._config = config
         self._clock = SystemClock()
         self._on_fatal: Callable[[], None] = _nobody_told
+        self._tracer = open_tracer(config, config.worker_id, self._clock)
         self._network = config.network(config.host)
         self._transports = tuple(self._network.transports)
         self._plan = plan_engine(config, available_bytes=available_memory_bytes())
@@ -60,8 +63,11 @@ class DecodeProcess:
             on_event=lambda event: self._engine_loop.notify(ExportEvent(event)),
         )
         exporter = Exporter(engine, self._sender, self._plan.layout)
+        hand_overs = HandOvers(engine, self._sender, self._plan.layout)
         vocab_size = self._plan.limits.vocab_size
-        worker = DecodeWorker(engine, self._receiver, exporter, vocab_size, self.kv_events, self._clock)
+        worker = DecodeWorker(
+            engine, self._receiver, exporter, hand_overs, vocab_size, self.kv_events, self._clock, self._tracer
+        )
         self._engine_loop: EngineLoop[Command, DecodeView] = EngineLoop(
             worker,
             clock=self._clock,
@@ -130,6 +136,8 @@ class DecodeProcess:
         if self._followers is not None:
             self._followers.close(timeout_s)
         self._network.close()
+        if self._tracer is not None:
+            self._tracer.close()
         self._pool.close()
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import grpc
 
 from decode_worker.export import check_export
-from decode_worker.worker import AdmitRequest, CancelRequest, Command, DecodeView, SessionClosed, sequence_id
+from decode_worker.hand_over import HandOverRequest, PauseRequest, ResumeRequest
+from decode_worker.job import AdmitRequest
+from decode_worker.worker import CancelRequest, Command, DecodeView, SessionClosed, sequence_id
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.wire import DoorLimits, Grammars, build_constraint, build_sequence, has_grammar
@@ -17,9 +19,12 @@ from kvferry_rpc import internal_pb2, internal_pb2_grpc
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
 from runtime.in_flight import InFlight
+from runtime.tracing import inner_context
 
 # Of one message: with 20 log probabilities each, far below what gRPC lets through.
 _MAX_EVENTS = 4096
+# Of up to 256 positions: they count as so many events.
+_PROMPT_LOGPROBS_WEIGHT = 256
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +92,13 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
                     )
                 elif kind == "export":
                     self._export(command.export)
+                elif kind == "pause":
+                    self._engine_loop.notify(PauseRequest(session.sequence_id(command.pause)))
+                elif kind == "resume":
+                    self._engine_loop.notify(ResumeRequest(session.sequence_id(command.resume)))
+                elif kind == "hand_over":
+                    move = command.hand_over
+                    self._engine_loop.notify(HandOverRequest(session.sequence_id(move), move.ticket))
         finally:
             session.end()
 
@@ -95,12 +107,14 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
         try:
             self._engine_loop.submit(check_export(message, self._clock.now()))
         except KvferryError as error:
-            _log.warning("an export for %s was not begun: %s", message.request_id, error.message)
+            extra = {"request_id": message.request_id}
+            _log.warning("an export was not begun: %s", error.message, extra=extra)
 
     def _admit(self, admit: internal_pb2.Admit, session: "_Session") -> None:
         if not session.begin(admit.request_id, admit.attempt):
             # Nobody listens any more; or it is open already, and an answer would end the first one.
-            _log.warning("%s, attempt %d, was admitted twice or too late: ignored", admit.request_id, admit.attempt)
+            extra = {"request_id": admit.request_id}
+            _log.warning("attempt %d was admitted twice or too late: ignored", admit.attempt, extra=extra)
             return
         try:
             if self.draining:
@@ -139,6 +153,7 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
                 local_prefill=admit.local_prefill,
                 deadline=now + admit.deadline_ms / 1e3,
                 emit=session.deliver,
+                trace=inner_context(admit.traceparent),
             )
         )
 
@@ -160,6 +175,10 @@ class _Session:
         self._pending: list[internal_pb2.DecodeEvent] = []
         self._wake = asyncio.Event()
         self._ended = False
+
+    def sequence_id(self, message: internal_pb2.Pause | internal_pb2.Resume | internal_pb2.HandOver) -> str:
+        """The name of the sequence that a message is about."""
+        return sequence_id(self.session_id, message.request_id, message.attempt)
 
     def begin(self, request_id: str, attempt: int) -> bool:
         """Note an open request; False if it is open already, or the session has ended."""
@@ -219,10 +238,15 @@ class _Session:
         await self._wake.wait()
         if self._ended:
             return None
-        events, self._pending = self._pending[:_MAX_EVENTS], self._pending[_MAX_EVENTS:]
+        count, room = 0, _MAX_EVENTS
+        while count < len(self._pending) and room > 0:
+            event = self._pending[count]
+            kind = event.WhichOneof("kind")
+            if kind in ("done", "failed", "handed_over"):
+                self.forget(event.request_id, event.attempt)
+            count += 1
+            room -= _PROMPT_LOGPROBS_WEIGHT if kind == "prompt_logprobs" else 1
+        events, self._pending = self._pending[:count], self._pending[count:]
         if not self._pending:
             self._wake.clear()
-        for event in events:
-            if event.WhichOneof("kind") in ("done", "failed"):
-                self.forget(event.request_id, event.attempt)
         return internal_pb2.DecodeEvents(events=events)

@@ -11,48 +11,39 @@ Life of a request here:
    one message a session.
 5. Finished: the blocks go back (full ones stay in the prefix cache), the router gets this half of the receipt.
 
-With `local_prefill` there is no ticket: the prompt is computed here, and 4 follows. What stays in the prefix cache can
-be sent back to a prefill worker later (`export.py`).
+With `local_prefill` there is no ticket: the prompt is computed here, its log probabilities are told if they are wanted,
+and 4 follows. What stays in the prefix cache can be sent back to a prefill worker later (`export.py`). While this
+worker drains, a sequence may leave in the middle of 4 and go on elsewhere (`hand_over.py`).
 
 Failure exits: refused at the door (nothing held); hand-off failed or its lease ran out; cancelled, past its deadline,
 or the session closed. All of them go through `_stop`; blocks that a remote side may still write wait for `Fenced`.
 """
 
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass
 from typing import assert_never
 
 from google.protobuf.message import DecodeError
 
 from decode_worker.export import Exporter, ExportRequest
+from decode_worker.hand_over import HandOverRequest, HandOvers, PauseRequest, ResumeRequest
+from decode_worker.job import AdmitRequest, Emit, Job
+from decode_worker.receipt import decode_half, verified_half
 from engine.engine import Engine, EngineLoad, SequenceOutput
-from engine.sequence import FinishReason, Sequence
-from engine.wire import finish_reason, publish_cache_changes, token_output, token_sample
-from kv_transfer.events import Committed, Failed, Fenced, ReceiveStats, SendEvent
+from engine.sequence import FinishReason
+from engine.wire import prompt_logprobs, publish_cache_changes, token_output, token_sample
+from kv_transfer.events import Committed, Failed, Fenced, SendEvent
 from kv_transfer.receiver import HandoffReceiver
 from kvferry_rpc import common_pb2, internal_pb2
+from kvferry_rpc.internal_pb2 import DecodeEvent
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
 from runtime.kv_event_log import KVEventLog
-
-Emit = Callable[[list[internal_pb2.DecodeEvent]], None]
+from runtime.tracing import Tracer
 
 _RETRY_AFTER_MS = 200
 
-
-@dataclass(frozen=True, slots=True)
-class AdmitRequest:
-    """A request of a session, checked by the server; its sequence has the name that `sequence_id` gives it. `emit`
-    takes the session's events of one step; it is called on the owner thread and must not block. Times are on the
-    worker's clock, in seconds."""
-
-    session_id: int
-    request_id: str
-    attempt: int
-    sequence: Sequence
-    local_prefill: bool
-    deadline: float
-    emit: Emit
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +64,7 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class ExportEvent:
-    """News of what this worker sends: an export. (A bare `Failed` is about what it receives.)"""
+    """News of what this worker sends: an export, or a hand-over. (A bare `Failed` is about what it receives.)"""
 
     event: SendEvent
 
@@ -84,7 +75,19 @@ def sequence_id(session_id: int, request_id: str, attempt: int) -> str:
     return f"{session_id}/{request_id}/{attempt}"
 
 
-Command = AdmitRequest | CancelRequest | SessionClosed | Committed | Failed | Fenced | ExportRequest | ExportEvent
+Command = (
+    AdmitRequest
+    | CancelRequest
+    | SessionClosed
+    | Committed
+    | Failed
+    | Fenced
+    | ExportRequest
+    | ExportEvent
+    | PauseRequest
+    | ResumeRequest
+    | HandOverRequest
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +100,6 @@ class DecodeView:
     bytes_received: int
 
 
-@dataclass(slots=True)
-class _Job:
-    """One request from `AdmitRequest` to its last event."""
-
-    admit: AdmitRequest
-    cached_tokens: int = 0
-    handoff_id: str | None = None  # while RECEIVING
-    commit: Committed | None = None
-    started_at: float | None = None
-
-
 class DecodeWorker:
     """Handler of the engine loop. Every method belongs to the owner thread."""
 
@@ -116,20 +108,26 @@ class DecodeWorker:
         engine: Engine,
         receiver: HandoffReceiver,
         exporter: Exporter,
+        hand_overs: HandOvers,
         vocab_size: int,
         log: KVEventLog,
         clock: Clock,
+        tracer: Tracer | None = None,
     ) -> None:
+        """Without `tracer` no request is traced."""
         self._engine = engine
         self._exporter = exporter
+        self._hand_overs = hand_overs
         self._vocab_size = vocab_size
         self._receiver = receiver
         self._log = log
         self._clock = clock
-        self._jobs: dict[str, _Job] = {}  # by sequence
+        self._tracer = tracer
+        self._jobs: dict[str, Job] = {}  # by sequence
         self._seq_of: dict[str, str] = {}  # by open hand-off
         self._quarantines: dict[str, int | None] = {}  # by hand-off, until Fenced
-        self._outbox: dict[int, tuple[Emit, list[internal_pb2.DecodeEvent]]] = {}
+        self._leaving: dict[str, Job] = {}  # by the hand-off that takes them elsewhere
+        self._outbox: dict[int, tuple[Emit, list[DecodeEvent]]] = {}
         self._audited = True
         self._committed = self._failed = self._bytes_received = 0
 
@@ -155,26 +153,30 @@ class DecodeWorker:
                 self._audited = False
                 self._exporter.begin(command)
             case ExportEvent():
-                self._exporter.handle(command.event)
+                self._on_send_event(command.event)
+            case PauseRequest() | HandOverRequest():
+                self._prepare_to_leave(command)
+            case ResumeRequest():
+                self._hand_overs.resume(command.seq_id)
             case _:
                 assert_never(command)
         self._flush()
 
     def _admit(self, admit: AdmitRequest) -> None:
         seq = admit.sequence
-        job = _Job(admit)
+        job = Job(admit, self._clock.now())
         try:
             if admit.local_prefill:
                 self._engine.add(seq)
             else:
-                self._emit(job, ticket=self._reserve(job))
+                self._emit(job, DecodeEvent(ticket=self._reserve(job)))
         except KvferryError as error:
-            self._emit(job, failed=error.to_proto())
+            self._emit(job, DecodeEvent(failed=error.to_proto()))
             return
         self._jobs[seq.seq_id] = job
         self._audited = False
 
-    def _reserve(self, job: _Job) -> internal_pb2.Ticket:
+    def _reserve(self, job: Job) -> internal_pb2.Ticket:
         """Blocks and a place at the receiver. Raises KvferryError (OVERLOADED, and as `Engine.reserve`)."""
         seq = job.admit.sequence
         allocation = self._engine.reserve(seq)
@@ -217,7 +219,7 @@ class DecodeWorker:
             self._stop(seq_id, KvferryError(ErrorCode.HANDOFF_FAILED, f"the commit record is not usable: {error}"))
             return
         if output is not None:
-            self._emit(job, verified=_verified(job.cached_tokens, event.stats))
+            self._emit(job, DecodeEvent(verified=verified_half(job.cached_tokens, event.stats)))
             self._on_output(output)
 
     def _on_handoff_failed(self, event: Failed) -> None:
@@ -226,19 +228,51 @@ class DecodeWorker:
             return  # the answer to our own abort
         self._failed += 1
         job = self._jobs.pop(seq_id)
+        self._trace(job, event.error.code_name)
         self._quarantines[event.handoff_id] = self._engine.abort_received(job.admit.sequence)
-        self._emit(job, failed=event.error.to_proto())
+        self._say_failed(job, event.error)
 
     def _release_quarantine(self, handoff_id: str) -> None:
         quarantine_id = self._quarantines.pop(handoff_id, None)
         if quarantine_id is not None:
             self._engine.release_quarantine(quarantine_id)
 
+    # ---- leaving in the middle -----------------------------------------------------------------------------------
+
+    def _prepare_to_leave(self, command: PauseRequest | HandOverRequest) -> None:
+        """Stand still, or leave; if that cannot be, say so and go on."""
+        job = self._jobs.get(command.seq_id)
+        if job is None:
+            return  # it has ended, and the router was told
+        if isinstance(command, PauseRequest):
+            if (refusal := self._hand_overs.pause(job.admit.sequence)) is None:
+                self._emit(job, DecodeEvent(paused=internal_pb2.Paused()))
+        else:
+            refusal = self._hand_overs.begin(job.admit.sequence, command.ticket, job.admit.deadline)
+            if refusal is None:
+                self._leaving[command.ticket.handoff_id] = self._jobs.pop(command.seq_id)
+        if refusal is not None:
+            self._emit(job, DecodeEvent(resumed=refusal.to_proto()))
+
+    def _on_send_event(self, event: SendEvent) -> None:
+        if event.handoff_id not in self._hand_overs:
+            self._exporter.handle(event)
+            return
+        end = self._hand_overs.handle(event)
+        job = self._leaving.pop(event.handoff_id, None)
+        if job is None or end is None:
+            return
+        self._trace(job, end.code_name if isinstance(end, KvferryError) else "handed_over")
+        if isinstance(end, KvferryError):
+            self._emit(job, DecodeEvent(failed=end.to_proto()))
+        else:
+            self._emit(job, DecodeEvent(handed_over=end))
+
     # ---- one step: schedule, run, publish ------------------------------------------------------------------------
 
     def step(self) -> bool:
         """A token or more for each running sequence, and a chunk of what is computed here."""
-        schedule = self._engine.schedule()
+        schedule = self._engine.schedule(self._hand_overs.paused)
         if not schedule:
             return False
         now = self._clock.now()
@@ -256,33 +290,26 @@ class DecodeWorker:
     def _on_output(self, output: SequenceOutput) -> None:
         seq = output.seq
         job = self._jobs[seq.seq_id]
+        for scored in prompt_logprobs(output.prompt_logprobs):
+            self._emit(job, DecodeEvent(prompt_logprobs=scored))
         if output.samples:
             first = seq.num_output_tokens - len(output.samples)
             tokens = [token_output(index, sample) for index, sample in enumerate(output.samples, first)]
-            self._emit(job, tokens=internal_pb2.Tokens(tokens=tokens))
+            self._emit(job, DecodeEvent(tokens=internal_pb2.Tokens(tokens=tokens)))
         if output.finish_reason is None:
             return
         del self._jobs[seq.seq_id]
+        self._hand_overs.resume(seq.seq_id)
+        self._trace(job, output.error.code_name if output.error else output.finish_reason.name.lower())
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._emit(job, done=self._receipt_half(job, output.finish_reason))
+            self._emit(job, DecodeEvent(done=self._receipt_half(job, output.finish_reason)))
         else:
             error = output.error or KvferryError(ErrorCode.INTERNAL, "the sequence ended without a reason")
-            self._emit(job, failed=error.to_proto())
+            self._emit(job, DecodeEvent(failed=error.to_proto()))
 
-    def _receipt_half(self, job: _Job, reason: FinishReason) -> internal_pb2.DecodeDone:
-        seq, commit = job.admit.sequence, job.commit
-        done = internal_pb2.DecodeDone(
-            reason=finish_reason(reason),
-            cached_tokens=job.cached_tokens,
-            preempted_tokens=seq.preempted_tokens,
-            decode_ms=(self._clock.now() - (job.started_at or self._clock.now())) * 1e3,
-        )
-        if commit is not None:
-            done.tokens_recomputed = seq.arrival_tokens_computed
-            done.checksum_verified = commit.stats.verified
-            done.checksum = commit.stats.digest
-            done.commit_ms = _commit_ms(commit.stats)
-        return done
+    def _receipt_half(self, job: Job, reason: FinishReason) -> internal_pb2.DecodeDone:
+        decode_ms = (self._clock.now() - (job.started_at or self._clock.now())) * 1e3
+        return decode_half(job.admit.sequence, job.cached_tokens, job.commit, reason, decode_ms)
 
     # ---- the ways out --------------------------------------------------------------------------------------------
 
@@ -291,6 +318,8 @@ class DecodeWorker:
         job = self._jobs.pop(seq_id, None)
         if job is None:
             return
+        self._trace(job, error.code_name if error else "cancelled")
+        self._hand_overs.resume(seq_id)
         if job.handoff_id is None:
             self._engine.cancel(seq_id)
         else:
@@ -299,28 +328,21 @@ class DecodeWorker:
             self._quarantines[job.handoff_id] = self._engine.abort_received(job.admit.sequence)
             self._receiver.abort(job.handoff_id, error.message if error else "cancelled by the router")
         if error is not None:
-            self._emit(job, failed=error.to_proto())
+            self._say_failed(job, error)
 
-    def _emit(
-        self,
-        job: _Job,
-        *,
-        ticket: internal_pb2.Ticket | None = None,
-        verified: internal_pb2.HandoffVerified | None = None,
-        tokens: internal_pb2.Tokens | None = None,
-        done: internal_pb2.DecodeDone | None = None,
-        failed: common_pb2.Error | None = None,
-    ) -> None:
-        event = internal_pb2.DecodeEvent(
-            request_id=job.admit.request_id,
-            attempt=job.admit.attempt,
-            ticket=ticket,
-            verified=verified,
-            tokens=tokens,
-            done=done,
-            failed=failed,
-        )
+    def _say_failed(self, job: Job, error: KvferryError) -> None:
+        extra = {"request_id": job.admit.request_id}
+        _log.info("given up: %s: %s", error.code_name, error.message, extra=extra)
+        self._emit(job, DecodeEvent(failed=error.to_proto()))
+
+    def _emit(self, job: Job, event: DecodeEvent) -> None:
+        """Tell the router; whose request it is, is filled in here."""
+        event.request_id, event.attempt = job.admit.request_id, job.admit.attempt
         self._outbox.setdefault(job.admit.session_id, (job.admit.emit, []))[1].append(event)
+
+    def _trace(self, job: Job, end: str) -> None:
+        if self._tracer is not None and job.admit.trace is not None:
+            self._tracer.emit(job.spans(job.admit.trace, self._tracer.process, end, self._clock.now()))
 
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, {}
@@ -338,7 +360,7 @@ class DecodeWorker:
                     seq_id, KvferryError(ErrorCode.DEADLINE_EXCEEDED, "the deadline passed on the decode worker")
                 )
         self._flush()
-        if not self._audited and not self._jobs and not self._quarantines and not self._exporter:
+        if not self._audited and not self._jobs and not self._quarantines and not (self._exporter or self._hand_overs):
             self._engine.check_integrity()
             self._audited = True
 
@@ -352,20 +374,3 @@ class DecodeWorker:
 
     def view(self) -> DecodeView:
         return DecodeView(self._engine.load(), self._committed, self._failed, self._bytes_received)
-
-
-def _verified(cached_tokens: int, stats: ReceiveStats) -> internal_pb2.HandoffVerified:
-    return internal_pb2.HandoffVerified(
-        cached_tokens=cached_tokens,
-        checksum_verified=stats.verified,
-        checksum=stats.digest,
-        commit_ms=_commit_ms(stats),
-        transport=stats.transport,
-    )
-
-
-def _commit_ms(stats: ReceiveStats) -> float:
-    """Pages are fingerprinted as they land, so what is left to the end is the commit: from the last of them on."""
-    if stats.last_write_at is None:
-        return 0.0
-    return (stats.verified_at - stats.last_write_at) * 1e3

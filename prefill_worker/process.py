@@ -21,6 +21,7 @@ from runtime.clock import SystemClock
 from runtime.grpc_life import GrpcServer
 from runtime.in_flight import InFlight
 from runtime.kv_event_log import KVEventLog
+from runtime.tracing import open_tracer
 
 # A pull that shows no sign of life is over after this: its request waits.
 _PULL_LEASE_S = 5.0
@@ -35,6 +36,7 @@ class PrefillProcess:
         self._config = config
         self._clock = SystemClock()
         self._on_fatal: Callable[[], None] = _nobody_told
+        self._tracer = open_tracer(config, config.worker_id, self._clock)
         self._network = config.network(config.host)
         self._transports = tuple(self._network.transports)
         self._plan = plan_engine(config, available_bytes=available_memory_bytes())
@@ -68,7 +70,9 @@ class PrefillProcess:
             on_event=lambda event: self._engine_loop.notify(PullEvent(event)),
         )
         puller = Puller(engine, self._receiver, layout.block_bytes, self._clock)
-        self._worker = PrefillWorker(engine, self._sender, puller, layout.num_layers, self.kv_events, self._clock)
+        self._worker = PrefillWorker(
+            engine, self._sender, puller, layout.num_layers, self.kv_events, self._clock, self._tracer
+        )
         self._engine_loop: EngineLoop[Command, PrefillView] = EngineLoop(
             self._worker,
             clock=self._clock,
@@ -142,6 +146,8 @@ class PrefillProcess:
         if self._followers is not None:
             self._followers.close(timeout_s)
         self._network.close()
+        if self._tracer is not None:
+            self._tracer.close()
         self._pool.close()
 
 

@@ -49,8 +49,14 @@ class Pull:
     source: str
     started_at: float
     expires_at: float
+    request_id: str = ""
     state: PullState = PullState.OPEN
     ended_at: float | None = None
+
+    @property
+    def log_extra(self) -> dict[str, str]:
+        """For log lines about it."""
+        return {"request_id": self.request_id}
 
     @property
     def is_open(self) -> bool:
@@ -96,10 +102,11 @@ class Puller:
         """Pulls that hold blocks: open, or given up and not fenced yet."""
         return len(self._pulls)
 
-    def begin(self, seq: Sequence, source: internal_pb2.KVSource, deadline: float) -> Pull | None:
+    def begin(self, seq: Sequence, source: internal_pb2.KVSource, deadline: float, request_id: str = "") -> Pull | None:
         """Ask for what `source` has of the prompt of a WAITING sequence beyond what is cached here.
 
-        The pull's ticket is for the source. None = nothing to get, no room, or the source was silent lately.
+        The pull's ticket is for the source; `request_id` is for log lines. None = nothing to get, no room, or it
+        was silent lately.
         """
         now = self._clock.now()
         end = min(source.num_tokens, seq.num_tokens - 1) // self._block_size * self._block_size
@@ -114,12 +121,13 @@ class Puller:
         try:
             ticket = self._receiver.reserve(hold, 1, first, missing, end)
         except KvferryError as error:
-            _log.info("nothing is pulled from %s: %s", source.decode_worker, error.message)
+            extra = {"request_id": request_id}
+            _log.info("nothing is pulled from %s: %s", source.decode_worker, error.message, extra=extra)
             self._engine.prefix_holds.release(hold)
             return None
         patience_s = self._patience_s + len(missing) * self._block_bytes / _SLOWEST_BYTES_PER_S
         expires_at = now + min(patience_s, (deadline - now) / 2)
-        pull = Pull(ticket, hold, held, source.decode_worker, now, expires_at)
+        pull = Pull(ticket, hold, held, source.decode_worker, now, expires_at, request_id)
         self._pulls[ticket.handoff_id] = pull
         return pull
 
@@ -131,7 +139,7 @@ class Puller:
                 self._on_committed(pull, event)
             case Failed():
                 self._end(pull, PullState.GIVEN_UP)
-                _log.info("the pull from %s failed: %s", pull.source, event.error.message)
+                _log.info("the pull from %s failed: %s", pull.source, event.error.message, extra=pull.log_extra)
             case Fenced():
                 del self._pulls[event.handoff_id]
                 self._engine.prefix_holds.release(pull.hold)
@@ -145,7 +153,7 @@ class Puller:
         """Give up what takes too long."""
         for pull in list(self._pulls.values()):
             if pull.is_open and now >= pull.expires_at:
-                _log.warning("%s has not sent its KV blocks in time: computing them", pull.source)
+                _log.warning("%s has not sent its KV blocks in time: computing them", pull.source, extra=pull.log_extra)
                 self._shun(pull.source, now)
                 self.give_up(pull)
 
@@ -157,7 +165,7 @@ class Puller:
             self._engine.prefix_holds.keep(pull.hold)
             self._end(pull, PullState.KEPT)
         else:
-            _log.error("%s sent the KV blocks of another text: not used", pull.source)
+            _log.error("%s sent the KV blocks of another text: not used", pull.source, extra=pull.log_extra)
             self._engine.prefix_holds.release(pull.hold)
             self._end(pull, PullState.GIVEN_UP)
 

@@ -13,6 +13,7 @@ from prefill_worker.worker import Cancel, Command, Constrain, PrefillView, Submi
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
 from runtime.in_flight import InFlight
+from runtime.tracing import inner_context
 
 
 class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
@@ -78,6 +79,8 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
             reply=lambda event: _deliver(loop, events, event),
             source=request.source if self.pulls and request.HasField("source") else None,
             awaits_constraint=has_grammar(request),
+            request_id=request.request_id,
+            trace=inner_context(request.traceparent),
         )
         self._engine_loop.submit(submit)
         return submit

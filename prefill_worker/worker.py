@@ -18,6 +18,7 @@ Failure exits: refused at the door (typed error, nothing held); cancelled, past 
 (hand-off aborted, blocks in quarantine until `Drained`). All of them go through `_stop`.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
@@ -25,26 +26,31 @@ from typing import assert_never
 from engine.engine import Engine, EngineLoad, SequenceOutput
 from engine.scheduler import Schedule
 from engine.sequence import Sequence, TokenConstraint
-from engine.wire import publish_cache_changes, token_output
+from engine.wire import prompt_logprobs, publish_cache_changes, token_output
 from kv_transfer.events import CommitRecord, Drained, Failed, ReceiveEvent, SendEvent, SendStats, Sent
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc import internal_pb2
 from prefill_worker.pull import Pull, Puller
+from prefill_worker.traces import PrefillTimes, prefill_spans
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError, invalid
 from runtime.kv_event_log import KVEventLog
+from runtime.tracing import Attribute, TraceContext, Tracer
 
 Reply = Callable[[internal_pb2.PrefillEvent], None]
 
 _MAX_HANDOFF_ID_CHARS = 256
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:
     """A request, checked by the server; its sequence has the hand-off's id for a name. `reply` is called on the owner
-    thread or a sender's and must not block; it gets at most one `pull`, the first token or not, and then one `done` or
-    `error`, or nothing more after a Cancel. Times are on the worker's clock, in seconds. `source`: who may hold more
-    of the prompt's KV."""
+    thread or a sender's and must not block; it gets at most one `pull`, the prompt's log probabilities if they are
+    wanted, the first token or not, and then one `done` or `error`, or nothing more after a Cancel. Times are on the
+    worker's clock, in seconds. `source`: who may hold more of the prompt's KV. `request_id` is
+    for log lines and spans. `trace`: where its spans belong, None = it is not traced."""
 
     sequence: Sequence
     ticket: internal_pb2.Ticket
@@ -53,6 +59,8 @@ class Submit:
     reply: Reply
     source: internal_pb2.KVSource | None = None
     awaits_constraint: bool = False
+    request_id: str = ""
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,9 @@ class PrefillWorker:
         num_layers: int,
         log: KVEventLog,
         clock: Clock,
+        tracer: Tracer | None = None,
     ) -> None:
+        """Without `tracer` no request is traced."""
         self._engine = engine
         self._sender = sender
         self._puller = puller
@@ -127,6 +137,7 @@ class PrefillWorker:
         self._block_size = engine.block_manager.block_size
         self._log = log
         self._clock = clock
+        self._tracer = tracer
         self._jobs: dict[str, _Job] = {}  # by hand-off, which is also the name of the sequence
         # Jobs whose router waits for its last word. Whoever takes a job out, the owner thread or a sender's, has the
         # right to that word: a dict's single operations are atomic, so it is said once.
@@ -175,8 +186,9 @@ class PrefillWorker:
             submit, awaits_constraint=submit.awaits_constraint
         )
         self._audited = False
-        if submit.source is not None:
-            job.pull = self._puller.begin(seq, submit.source, submit.deadline)
+        # Whose prompt is to be scored computes all of it, whatever is cached.
+        if submit.source is not None and seq.prompt_logprobs is None:
+            job.pull = self._puller.begin(seq, submit.source, submit.deadline, submit.request_id)
             if job.pull is not None:
                 submit.reply(internal_pb2.PrefillEvent(pull=job.pull.ticket))
 
@@ -252,6 +264,10 @@ class PrefillWorker:
     def _on_output(self, output: SequenceOutput) -> None:
         seq = output.seq
         handoff_id, job = seq.seq_id, self._jobs[seq.seq_id]
+        for scored in prompt_logprobs(output.prompt_logprobs):
+            job.submit.reply(internal_pb2.PrefillEvent(prompt_logprobs=scored))
+        if output.finish_reason is None:
+            return
         if not output.samples:
             error = output.error or KvferryError(ErrorCode.INTERNAL, "no token was sampled")
             self._stop(handoff_id, error)
@@ -270,6 +286,7 @@ class PrefillWorker:
         job = self._unanswered.pop(event.handoff_id, None)
         if job is not None:
             job.submit.reply(internal_pb2.PrefillEvent(done=_receipt_half(job, event.stats)))
+            self._trace(job, event.stats)
 
     def _on_sent(self, event: Sent) -> None:
         self._sent += 1
@@ -295,8 +312,12 @@ class PrefillWorker:
         if job.pull is not None:
             self._puller.give_up(job.pull)
         self._sender.abort(handoff_id, error.message if error else "cancelled by the router")
-        if self._unanswered.pop(handoff_id, None) is not None and error is not None:
-            self._answer(job.submit, error)
+        if self._unanswered.pop(handoff_id, None) is not None:
+            self._trace(job, None, error.code_name if error else "cancelled")
+            if error is not None:
+                extra = {"request_id": job.submit.request_id}
+                _log.info("given up: %s: %s", error.code_name, error.message, extra=extra)
+                self._answer(job.submit, error)
 
     def _on_drained(self, handoff_id: str) -> None:
         job = self._jobs.pop(handoff_id)
@@ -305,6 +326,13 @@ class PrefillWorker:
 
     def _answer(self, submit: Submit, error: KvferryError) -> None:
         submit.reply(internal_pb2.PrefillEvent(error=error.to_proto()))
+
+    def _trace(self, job: _Job, stats: SendStats | None, error: str = "") -> None:
+        """Called once for each job, by whoever says its last word."""
+        if self._tracer is not None and job.submit.trace is not None:
+            times = PrefillTimes(job.submit.arrived_at, job.started_at, job.sampled_at or None, self._clock.now())
+            facts = _facts(job, self._tracer.process)
+            self._tracer.emit(prefill_spans(job.submit.trace, times, stats, facts, error))
 
     # ---- timers and views ----------------------------------------------------------------------------------------
 
@@ -329,6 +357,19 @@ class PrefillWorker:
 
     def view(self) -> PrefillView:
         return PrefillView(self._engine.load(), self._sent, self._failed, self._bytes_sent)
+
+
+def _facts(job: _Job, worker_id: str) -> dict[str, Attribute]:
+    seq, cached = job.submit.sequence, job.submit.sequence.num_cached_tokens
+    return {
+        "kvferry.request_id": job.submit.request_id,
+        "kvferry.handoff_id": job.submit.ticket.handoff_id,
+        "kvferry.attempt": job.submit.ticket.attempt,
+        "kvferry.worker": worker_id,
+        "kvferry.prompt_tokens": seq.num_arrival_tokens,
+        "kvferry.cached_tokens": cached,
+        "kvferry.pulled_tokens": job.pull.tokens_found(cached) if job.pull else 0,
+    }
 
 
 def _receipt_half(job: _Job, stats: SendStats) -> internal_pb2.PrefillDone:

@@ -169,7 +169,7 @@ def export(**changes: Any) -> Export:
 
 def test_an_export_from_the_wire_keeps_its_fields_and_gets_a_deadline() -> None:
     request = check_export(export(cache_salt=b"s"), 10.0)
-    assert request == ExportRequest(tuple(PROMPT[:24]), b"s", ticket(), 10.5)
+    assert request == ExportRequest(tuple(PROMPT[:24]), b"s", ticket(), 10.5, "r")
 
 
 @pytest.mark.parametrize(

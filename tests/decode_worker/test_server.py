@@ -2,107 +2,36 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
 
 from decode_worker.export import ExportRequest
-from decode_worker.server import DecodeService
-from decode_worker.worker import AdmitRequest, CancelRequest, SessionClosed
-from kvferry_rpc.common_pb2 import Error, Grammar, KVCacheLayout, LogitBias, SamplingParams, TokenOutput
+from decode_worker.job import AdmitRequest
+from decode_worker.worker import CancelRequest, SessionClosed
+from kvferry_rpc.common_pb2 import Error, Grammar, KVCacheLayout, LogitBias, SamplingParams
 from kvferry_rpc.internal_pb2 import (
-    Admit,
     Cancel,
     DecodeCommand,
-    DecodeDone,
     DecodeEvent,
-    DecodeEvents,
     Export,
     Hello,
+    PromptLogprobs,
     Ticket,
-    Tokens,
 )
-from kvferry_rpc.internal_pb2_grpc import DecodeWorkerStub, add_DecodeWorkerServicer_to_server
-from runtime.clock import ManualClock
+from kvferry_rpc.internal_pb2_grpc import DecodeWorkerStub
 from runtime.errors import ErrorCode, KvferryError, invalid
-from runtime.grpc_life import GrpcServer, channel
-from tests.support.scripted_grammars import FreeText, ScriptedGrammars
-from tests.support.scripted_loop import LIMITS, SECRET, WAIT_S, ScriptedLoop
-
-INCARNATION = b"i" * 16
-Call = Any  # grpc.aio.StreamStreamCall; generic in the stubs only
-
-
-@dataclass
-class Bench:
-    """A service that serves."""
-
-    loop: ScriptedLoop
-    service: DecodeService
-    server: GrpcServer
-    stub: DecodeWorkerStub
-    grammars: ScriptedGrammars
-
-    async def session(self) -> Call:
-        """A session that has said hello."""
-        call = self.stub.Session()
-        await call.write(DecodeCommand(hello=Hello(router_id="r", incarnation=INCARNATION)))
-        return call
-
-    async def admitted(self, call: Call, name: str = "r", **changes: Any) -> AdmitRequest:
-        """Admit, and wait until the engine has it."""
-        count = len(self.loop.of(AdmitRequest)) + 1
-        await call.write(admit(name, **changes))
-        return (await self.loop.wait(AdmitRequest, count))[-1]
+from runtime.grpc_life import channel
+from tests.support.decode_door import Bench, admit, decode_door, done, read, status, token
+from tests.support.scripted_grammars import FreeText
+from tests.support.scripted_loop import WAIT_S
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    loop = ScriptedLoop()
-    grammars = ScriptedGrammars()
-    service = DecodeService(loop, LIMITS, grammars, INCARNATION, ManualClock(100.0))  # type: ignore[arg-type]
-    server = GrpcServer("127.0.0.1", secret=SECRET)
-    server.add_service(add_DecodeWorkerServicer_to_server, service, "kvferry.internal.v1.DecodeWorker", internal=True)
-    await server.start()
-    async with channel(server.address, SECRET) as connection:
-        yield Bench(loop, service, server, DecodeWorkerStub(connection), grammars)
-    await server.stop(0)
-    assert service.in_flight.count == 0
-
-
-def admit(name: str = "r", **changes: Any) -> DecodeCommand:
-    fields: dict[str, Any] = {
-        "request_id": name,
-        "attempt": 1,
-        "prompt_token_ids": [3, 4, 5],
-        "sampling": SamplingParams(max_tokens=4),
-        "deadline_ms": 5000,
-    }
-    return DecodeCommand(admit=Admit(**{**fields, **changes}))
-
-
-def token(name: str, index: int) -> DecodeEvent:
-    return DecodeEvent(request_id=name, attempt=1, tokens=Tokens(tokens=[TokenOutput(index=index, token_id=7)]))
-
-
-def done(name: str) -> DecodeEvent:
-    return DecodeEvent(request_id=name, attempt=1, done=DecodeDone())
-
-
-async def read(call: Call) -> list[DecodeEvent]:
-    """The events of the next message."""
-    async with asyncio.timeout(WAIT_S):
-        message = await call.read()
-    assert isinstance(message, DecodeEvents), message
-    return list(message.events)
-
-
-async def status(call: Call) -> grpc.StatusCode:
-    async with asyncio.timeout(WAIT_S):
-        code: grpc.StatusCode = await call.code()
-        return code
+    async with decode_door() as door:
+        yield door
 
 
 async def test_an_admission_reaches_the_engine_and_its_events_come_back(bench: Bench) -> None:
@@ -271,12 +200,15 @@ async def test_a_router_that_stops_reading_and_then_goes_is_noticed(bench: Bench
 async def test_what_piled_up_leaves_in_order_in_messages_of_bounded_size(bench: Bench) -> None:
     call = await bench.session()
     request = await bench.admitted(call)
-    request.emit([token("r", index) for index in range(10_000)])
+    scored = DecodeEvent(request_id="r", attempt=1, prompt_logprobs=PromptLogprobs())
+    request.emit([scored] * 40 + [token("r", index) for index in range(10_000)])
     request.emit([done("r")])
     messages = []
     while not messages or messages[-1][-1].WhichOneof("kind") != "done":
         messages.append(await read(call))
     assert max(map(len, messages)) <= 4096
+    # Log probabilities of a prompt, of up to 256 positions each, count for so many.
+    assert max(sum(event.HasField("prompt_logprobs") for event in message) for message in messages) == 16
     tokens = [event.tokens.tokens[0].index for message in messages for event in message if event.HasField("tokens")]
     assert tokens == list(range(10_000))
     call.cancel()
@@ -309,7 +241,7 @@ async def test_an_export_reaches_the_engine_and_a_bad_or_refused_one_breaks_noth
     bad = Export(request_id="r", attempt=1, prompt_token_ids=range(7), ticket=ticket, deadline_ms=500)
     await call.write(DecodeCommand(export=bad))
     await call.write(DecodeCommand(export=good))
-    assert await bench.loop.wait(ExportRequest) == [ExportRequest(tuple(range(8)), b"", ticket, 100.5)]
+    assert await bench.loop.wait(ExportRequest) == [ExportRequest(tuple(range(8)), b"", ticket, 100.5, "r")]
     bench.loop.refusal = KvferryError(ErrorCode.OVERLOADED, "full")
     await call.write(DecodeCommand(export=good))
     await call.write(admit())

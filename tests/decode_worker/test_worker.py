@@ -111,6 +111,20 @@ def test_a_deadline_while_blocks_are_received_is_said_once_and_the_commit_behind
     bench.assert_whole()
 
 
+def test_a_deadline_stops_a_sequence_that_decodes_and_is_said_once() -> None:
+    bench = Bench()
+    bench.admit(local=True)
+    while bench.kinds()[-1:] != ["tokens"]:
+        assert bench.worker.step()
+    bench.clock.advance(60.0)
+    bench.worker.tick(bench.clock.now())
+    bench.worker.tick(bench.clock.now())
+    assert not bench.worker.has_work
+    assert bench.kinds()[-2:] == ["tokens", "failed"]
+    assert bench.heard[1][-1].failed.code == ErrorCode.DEADLINE_EXCEEDED
+    bench.assert_whole()
+
+
 @pytest.mark.parametrize(
     ("first_token", "num_tokens"),
     [

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from decode_worker.export import Exporter, ExportRequest
-from decode_worker.worker import AdmitRequest, CancelRequest, DecodeWorker, ExportEvent, SessionClosed, sequence_id
+from decode_worker.hand_over import HandOverRequest, HandOvers, PauseRequest, ResumeRequest
+from decode_worker.job import AdmitRequest
+from decode_worker.worker import CancelRequest, DecodeWorker, ExportEvent, SessionClosed, sequence_id
 from kv_cache.block_hash import BlockHasher
 from kv_transfer.events import Committed
 from kvferry_rpc.common_pb2 import TokenOutput
@@ -93,11 +95,12 @@ class DecodeWorld(World):
             self.toy.cache.v(layer).zero_()
         self.receiver = ScriptedReceiver(self.toy.cache, self.inbox)
         self.sender = ScriptedSender(self.toy.cache, self.inbox, ExportEvent)
-        self.exported = 0
+        self.exported = self.moves = self.handed_over = 0
         self.worker = DecodeWorker(
             self.toy.engine,
             self.receiver,  # type: ignore[arg-type]
             Exporter(self.toy.engine, self.sender, LAYOUT),  # type: ignore[arg-type]
+            HandOvers(self.toy.engine, self.sender, LAYOUT),  # type: ignore[arg-type]
             VOCAB_SIZE,
             self.log,
             self.clock,
@@ -110,6 +113,7 @@ class DecodeWorld(World):
     def act(self) -> None:
         choices = [self.admit, self.cancel, self.deliver, self.deliver, self.deliver, self.step, self.step]
         choices += [self.commit, self.commit, self.fail, self.fence, self.tick, self.export, self.end_export]
+        choices += [self.pause, self.pause, self.resume, self.hand_over]
         if self.rng.random() < 0.02:
             choices = [self.close_session]
         self.rng.choice(choices)()
@@ -152,9 +156,31 @@ class DecodeWorld(World):
         ticket = Ticket(handoff_id=name, first_block=first, block_ids=range(blocks - first), layout=LAYOUT.to_proto())
         self.inbox.append(ExportRequest(tuple(BASE[: 8 * blocks]), b"", ticket, self.clock.now() + 5.0))
 
+    def pause(self) -> None:
+        if self.heard:
+            self.inbox.append(PauseRequest(self.rng.choice(list(self.heard))))
+
+    def resume(self) -> None:
+        if self.heard and self.rng.random() < 0.3:
+            self.inbox.append(ResumeRequest(self.rng.choice(list(self.heard))))
+
+    def hand_over(self) -> None:
+        for seq_id in sorted(self.worker._hand_overs.paused):
+            seq = self.toy.engine.get(seq_id)
+            assert seq is not None, "it stands still, and is not here"
+            blocks, name = -(-(seq.num_tokens - 1) // 8), f"m{self.moves}"
+            self.moves += 1
+            first = self.rng.randrange(blocks + 1)
+            ids = range(blocks - first)
+            ticket = Ticket(handoff_id=name, first_block=first, block_ids=ids, layout=LAYOUT.to_proto())
+            if self.rng.random() < 0.1:
+                self.sender.refuse_next = ValueError("scripted")
+            self.worker.handle(HandOverRequest(seq_id, ticket))
+
     def end_export(self) -> None:
         for name, outgoing in self.rng.sample(list(self.sender.open_handoffs.items()), len(self.sender.open_handoffs)):
-            self.exported += outgoing.committed
+            self.exported += outgoing.committed and name[0] == "x"
+            self.handed_over += outgoing.committed and name[0] == "m"
             if outgoing.over:
                 self.sender.drain(name)
             elif self.rng.random() < 0.7:
@@ -190,19 +216,22 @@ class DecodeWorld(World):
                 self.receiver.fence(handoff_id)
             for handoff_id in list(self.receiver.live):  # admitted only now
                 self.receiver.fail(handoff_id, KvferryError(ErrorCode.HANDOFF_FAILED, "scripted"))
+            self.inbox += [ResumeRequest(seq_id) for seq_id in sorted(self.worker._hand_overs.paused)]
             self.deliver()
             self.step()
         self.worker.tick(self.clock.now())
 
     def check_at_rest(self) -> None:
         self.check_nothing_held()
+        moves = self.worker._hand_overs
+        assert (len(moves), moves.paused, self.worker._leaving) == (0, set(), {})
         assert not self.worker._seq_of
         assert not self.worker._quarantines
         assert not self.worker._outbox
         assert not self.worker._exporter
         for seq_id, events in self.heard.items():
             kinds = [event.WhichOneof("kind") for event in events]
-            last_words = [kind for kind in kinds if kind in ("done", "failed")]
+            last_words = [kind for kind in kinds if kind in ("done", "failed", "handed_over")]
             assert len(last_words) == 1 or (not last_words and seq_id in self.unwanted), (seq_id, kinds)
             assert not last_words or kinds[-1] == last_words[0], (seq_id, kinds)
             assert "ticket" not in kinds[1:], (seq_id, kinds)
@@ -348,7 +377,7 @@ def test_no_order_of_events_breaks_a_worker_or_leaves_anything_held(
 def test_the_orders_tried_reach_every_kind_of_end() -> None:
     """The test above would prove little if its random worlds never committed, preempted, timed out or repeated."""
     ends: set[tuple[str | None, int]] = set()
-    committed = pulled = exported = 0
+    committed = pulled = exported = handed_over = 0
     for seed in range(4):
         decode = DecodeWorld(random.Random(seed))
         prefill = PrefillWorld(random.Random(seed))
@@ -361,7 +390,7 @@ def test_the_orders_tried_reach_every_kind_of_end() -> None:
         ends |= {(event.WhichOneof("kind"), event.failed.code) for told in decode.heard.values() for event in told}
         ends |= {(event.WhichOneof("kind"), event.error.code) for told in prefill.heard for event in told}
         pulled += prefill.pulled
-        exported += decode.exported
+        exported, handed_over = exported + decode.exported, handed_over + decode.handed_over
     for code in (ErrorCode.OVERLOADED, ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED):
         assert ("failed", code) in ends
         assert ("error", code) in ends
@@ -369,4 +398,4 @@ def test_the_orders_tried_reach_every_kind_of_end() -> None:
     assert ("done", 0) in ends
     assert committed
     assert pulled
-    assert exported
+    assert min(exported, handed_over) > 0

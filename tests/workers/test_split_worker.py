@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from decode_worker.config import DecodeConfig
+from decode_worker.job import AdmitRequest
 from decode_worker.process import DecodeProcess
-from decode_worker.worker import AdmitRequest
 from engine.sequence import SamplingParams, Sequence
 from runtime.clock import SystemClock
 from runtime.worker_host import host_worker
