@@ -1,151 +1,353 @@
-"""The queues before the workers, and the bounds on trying again."""
+"""Places and the queue before them: turns, room, what is refused at once, and that nothing is left behind."""
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.admission import Admission, RoomQueue
-from router.retry import RetryBudget, backoff_s, is_retriable
-from runtime.clock import ManualClock
+from router.admission import Admission, AdmissionLimits, Entry
+from router.kv_ledger import Expectation
+from router.shedding import ShedReason
+from router.slo import BATCH, INTERACTIVE
+from runtime.clock import SystemClock
 from runtime.errors import KvferryError
+from tests.support.admission_desk import Desk, Rooms, settle
 
 
-async def _hold(admission: Admission, order: list[int], number: int, release: asyncio.Event) -> None:
-    async with admission.place(10, 5.0):
-        order.append(number)
-        await release.wait()
+async def _refusal(awaitable: Awaitable[Any]) -> KvferryError:
+    with pytest.raises(KvferryError) as caught:
+        await awaitable
+    return caught.value
 
 
 async def test_places_are_given_in_order_of_arrival() -> None:
-    admission, order, release = Admission(2, 10, 1000), list[int](), asyncio.Event()
-    tasks = [asyncio.create_task(_hold(admission, order, number, release)) for number in range(6)]
-    await asyncio.sleep(0)
-    assert order == [0, 1]
-    assert (admission.in_flight, admission.queued) == (2, 4)
-    release.set()
+    desk = Desk()
+    tasks = [desk.come(str(number)) for number in range(6)]
+    await settle()
+    assert desk.order == ["0", "1"]
+    assert (desk.admission.in_flight, desk.admission.queued, desk.admission.queued_tokens) == (2, 4, 40)
+    await desk.end(*map(str, range(6)))
     await asyncio.gather(*tasks)
-    assert order == list(range(6))
-    assert (admission.in_flight, admission.queued) == (0, 0)
+    assert desk.order == list("012345")
+    assert desk.at_rest()
+
+
+async def test_a_small_tenant_and_a_high_priority_go_before_the_backlog() -> None:
+    desk = Desk(max_in_flight=1)
+    tasks = [desk.come("running"), *(desk.come(f"large-{number}", tenant="large", tokens=5000) for number in range(5))]
+    tasks += [desk.come("small", tenant="small"), desk.come("urgent", tenant="large", priority=100)]
+    await settle()
+    await desk.end("running", *(f"large-{number}" for number in range(5)), "small", "urgent")
+    await asyncio.gather(*tasks)
+    assert desk.order[1:3] == ["urgent", "small"] or desk.order[1:3] == ["small", "urgent"]
+    assert desk.at_rest()
 
 
 async def test_a_place_handed_to_a_request_that_is_cancelled_in_that_moment_goes_to_the_next() -> None:
-    admission, order, release = Admission(1, 10, 1000), list[int](), asyncio.Event()
-    first = asyncio.create_task(_hold(admission, order, 0, release))
-    await asyncio.sleep(0)
-    doomed = asyncio.create_task(_hold(admission, order, 1, release))
-    last = asyncio.create_task(_hold(admission, order, 2, release))
-    await asyncio.sleep(0)
-    release.set()
-    await asyncio.wait({first})  # Its place was given to `doomed`, which has not run yet.
+    desk = Desk(max_in_flight=1)
+    async with desk.admission.seat(desk.entry()):
+        doomed, last = desk.come("doomed"), desk.come("last")
+        await settle()
+        desk.release["last"].set()
+    # The place was given to `doomed`, which has not run yet.
+    assert (desk.admission.in_flight, desk.admission.queued) == (1, 1)
     doomed.cancel()
     await asyncio.gather(doomed, last, return_exceptions=True)
-    assert order[-1] == 2
-    assert admission.in_flight == 0
+    assert desk.order == ["last"]
+    assert desk.at_rest()
 
 
 async def test_idle_is_told_when_the_last_request_leaves() -> None:
-    admission, release = Admission(1, 10, 1000), asyncio.Event()
-    await asyncio.wait_for(admission.wait_idle(), 1)
-    tasks = [asyncio.create_task(_hold(admission, [], number, release)) for number in range(3)]
-    await asyncio.sleep(0)
-    idle = asyncio.create_task(admission.wait_idle())
-    await asyncio.sleep(0)
+    desk = Desk(max_in_flight=1)
+    await asyncio.wait_for(desk.admission.wait_idle(), 1)
+    tasks = [desk.come(str(number)) for number in range(3)]
+    await settle()
+    idle = asyncio.create_task(desk.admission.wait_idle())
+    await desk.end("0", "1")
     assert not idle.done()
-    release.set()
+    await desk.end("2")
     await asyncio.gather(idle, *tasks)
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_under_random_cancels_no_place_is_lost_or_given_twice(seed: int) -> None:
-    rng, admission, running = random.Random(seed), Admission(3, 50, 10_000), 0
+async def test_under_random_cancels_refusals_and_ends_no_place_is_lost_or_given_twice(seed: int) -> None:
+    # H019
+    rng, running, rooms = random.Random(seed), 0, Rooms(5)
+    admission = Admission(AdmissionLimits(3, 50, 10_000), rooms, SystemClock())
 
-    async def client() -> None:
+    async def client(number: int) -> None:
         nonlocal running
-        async with admission.place(10, rng.choice([5.0, 0.005])):
+        deadline = SystemClock().now() + rng.choice([5.0, 0.005])
+        expectation = Expectation(10, 0, 10, lambda worker_id: 0)
+        entry = Entry(rng.choice("ab"), rng.randrange(3), deadline, number, expectation)
+        async with admission.seat(entry) as seat:
+            begun = False
+            for _ in range(rng.randrange(3)):
+                if rng.random() < 0.3:
+                    await admission.wait_for_room(seat, begun=begun)
+                else:
+                    admission.taken(seat)
+                    begun = True
+                    await asyncio.sleep(0)
             running += 1
             assert running <= 3
             try:
-                await asyncio.sleep(rng.random() * 0.01)
+                await asyncio.sleep(rng.random() * 0.003)
             finally:
                 running -= 1
 
-    tasks = [asyncio.create_task(client()) for _ in range(50)]
+    async def reports() -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            admission.room_changed()
+
+    reporting = asyncio.create_task(reports())
+    tasks = [asyncio.create_task(client(number)) for number in range(50)]
     for task in tasks:
-        if rng.random() < 0.4:
-            await asyncio.sleep(rng.random() * 0.005)
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.random() * 0.003)
             task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
+    reporting.cancel()
     assert not [result for result in results if isinstance(result, AssertionError)]
-    assert (admission.in_flight, admission.queued) == (0, 0)
-    async with admission.place(10_000, 1.0):
-        pass
+    assert (admission.in_flight, admission.queued, admission.queued_tokens, admission.resuming) == (0, 0, 0, 0)
+    assert not rooms.inside
+    await admission.wait_idle()
 
 
-async def test_each_sign_of_room_wakes_one_and_who_came_first_stays_first() -> None:
-    room, woken = RoomQueue(), list[str]()
+# ---- room on the workers ----
 
-    async def wait(name: str, arrived_at: float) -> None:
-        assert await room.wait(5.0, arrived_at)
-        woken.append(name)
 
-    tasks = [asyncio.create_task(wait(name, at)) for name, at in [("b", 2.0), ("c", 3.0), ("a", 1.0), ("b2", 2.0)]]
-    await asyncio.sleep(0)
-    room.wake()
-    await asyncio.sleep(0)
-    assert woken == ["a"]
-    tasks.append(asyncio.create_task(wait("a", 1.0)))  # It tried in vain.
-    await asyncio.sleep(0)
-    assert len(room) == 4
-    room.wake()
-    await asyncio.sleep(0)
-    assert woken == ["a", "a"]
-    room.wake_all()
+async def test_a_request_goes_only_when_a_worker_will_probably_hold_it() -> None:
+    desk = Desk(Rooms(1), max_in_flight=10)
+    tasks = [desk.come(str(number)) for number in range(3)]
+    await settle()
+    assert (desk.order, desk.admission.in_flight) == (["0"], 1)
+    await desk.end("0")
+    assert desk.order == ["0", "1"]
+    desk.rooms.room = 5
+    desk.admission.room_changed()
+    await settle()
+    assert desk.order == ["0", "1", "2"]
+    await desk.end("1", "2")
     await asyncio.gather(*tasks)
-    assert woken == ["a", "a", "b", "b2", "c"]
+    assert desk.at_rest()
+
+
+async def test_when_nothing_runs_the_first_is_let_through_whatever_the_forecast_says() -> None:
+    desk = Desk(Rooms(0), max_in_flight=10)
+    tasks = [desk.come(str(number)) for number in range(3)]
+    for name in "012":
+        await settle()
+        assert desk.order[-1] == name
+        await desk.end(name)
+    await asyncio.gather(*tasks)
+    assert desk.at_rest()
+
+
+class _Probes:
+    """Requests that find the cluster full each time they try, until it has room."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.tries: list[str] = []
+        self.has_room = False
+
+    async def __call__(self, name: str, *, begun: bool = False, **entry: Any) -> None:
+        async with self.desk.admission.seat(self.desk.entry(**entry)) as seat:
+            self.tries.append(name)
+            while not self.has_room:
+                await self.desk.admission.wait_for_room(seat, begun=begun)
+                self.tries.append(name)
+            self.desk.admission.taken(seat)
+
+
+async def test_a_full_cluster_sees_one_probe_at_each_sign_of_room_and_who_came_first_stays_first() -> None:
+    desk = Desk(max_in_flight=10)
+    probe = _Probes(desk)
+    tasks = [asyncio.create_task(probe(name)) for name in "abc"]
+    tasks.append(asyncio.create_task(probe("d")))
+    await settle()
+    assert (probe.tries, desk.admission.in_flight, desk.admission.queued) == (["a"], 0, 4)
+    for _ in range(2):
+        desk.admission.room_changed()
+        await settle()
+    assert probe.tries == ["a", "a", "a"]
+    probe.has_room = True
+    desk.admission.room_changed()
+    await asyncio.gather(*tasks)
+    # Each that is taken lets the next one try.
+    assert probe.tries[3:] == ["a", "b", "c", "d"]
+    assert desk.at_rest()
+
+
+async def test_waiting_for_room_is_fair_and_by_priority_like_waiting_for_a_place() -> None:
+    desk = Desk(max_in_flight=10)
+    probe = _Probes(desk)
+    tasks = [asyncio.create_task(probe(f"large-{n}", tenant="large", tokens=3000)) for n in range(8)]
+    await settle()
+    tasks += [asyncio.create_task(probe("small", tenant="small"))]
+    tasks += [asyncio.create_task(probe("urgent", tenant="large", priority=50))]
+    await settle()
+    del probe.tries[:]
+    probe.has_room = True
+    desk.admission.room_changed()
+    await asyncio.gather(*tasks)
+    assert set(probe.tries[:3]) >= {"small", "urgent"}
+    assert desk.at_rest()
+
+
+async def test_room_that_a_stream_needs_goes_to_it_before_the_queue() -> None:
+    desk = Desk(max_in_flight=1)
+    order: list[str] = []
+
+    async def stream() -> None:
+        async with desk.admission.seat(desk.entry(priority=-100)) as seat:
+            desk.admission.taken(seat)
+            await asyncio.sleep(0)
+            await desk.admission.wait_for_room(seat, begun=True)
+            order.append("stream")
+            desk.admission.taken(seat)
+
+    tasks = [asyncio.create_task(stream()), desk.come("new", priority=100)]
+    await settle()
+    assert (desk.admission.in_flight, desk.admission.resuming, desk.admission.queued) == (1, 1, 1)
+    desk.release["new"].set()
+    desk.admission.room_changed()
+    await asyncio.gather(*tasks)
+    assert order + desk.order == ["stream", "new"]
+    assert desk.at_rest()
 
 
 async def test_a_turn_that_comes_to_a_cancelled_request_goes_to_the_next() -> None:
-    room = RoomQueue()
-    first, second = (asyncio.create_task(room.wait(5.0, at)) for at in (1.0, 2.0))
-    await asyncio.sleep(0)
-    room.wake()
+    desk = Desk(max_in_flight=10)
+    probe = _Probes(desk)
+    first, second = (asyncio.create_task(probe(name)) for name in "ab")
+    await settle()
+    probe.has_room = True
+    desk.admission.room_changed()
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    assert await second
-    assert len(room) == 0
+    await second
+    assert desk.at_rest()
 
 
-async def test_waiting_for_room_gives_up_after_its_time() -> None:
-    room = RoomQueue()
-    assert not await room.wait(0.01, 0.0)
-    assert len(room) == 0
+async def test_when_nobody_is_left_to_wait_for_all_that_wait_are_told() -> None:
+    desk = Desk(max_in_flight=1)
+    running, *waiting = [desk.come(str(number)) for number in range(4)]
+    await settle()
+    desk.admission.fail_waiting(lambda: KvferryError(ErrorCode.UNAVAILABLE, "gone"))
+    for task in waiting:
+        assert (await _refusal(task)).code == ErrorCode.UNAVAILABLE
+    await desk.end("0")
+    await running
+    assert desk.at_rest()
 
 
-def test_the_retry_budget_is_a_tenth_of_the_requests_and_a_trickle() -> None:
-    # H032
-    clock = ManualClock()
-    budget = RetryBudget(5, clock)
-    assert [budget.withdraw() for _ in range(6)] == [True] * 5 + [False]
-    for _ in range(19):
-        budget.deposit()
-    assert [budget.withdraw() for _ in range(2)] == [True, False]
-    clock.advance(2.0)
-    assert [budget.withdraw() for _ in range(4)] == [True, True, False, False]
-    clock.advance(10_000)
-    assert sum(budget.withdraw() for _ in range(100)) == 5
+# ---- refused at once, or late ----
 
 
-def test_backoff_grows_and_is_jittered() -> None:
-    rng = random.Random(3)
-    delays = [[backoff_s(failures, rng) for _ in range(200)] for failures in (1, 2, 3)]
-    means = [sum(each) / len(each) for each in delays]
-    assert means[0] * 1.5 < means[1] < means[2] / 1.5
-    assert all(len(set(each)) > 150 for each in delays)
-    assert max(backoff_s(50, rng) for _ in range(200)) <= 1.5
+async def test_beyond_the_bounds_a_request_is_refused_at_once() -> None:
+    # H006
+    desk = Desk(max_in_flight=1, max_queued=3, max_queued_tokens=50)
+    tasks = [desk.come(str(number)) for number in range(4)]
+    await settle()
+    failure = await _refusal(desk.come("more"))
+    assert (failure.code, desk.shed) == (ErrorCode.OVERLOADED, [("queue_full", "none")])
+    assert failure.retry_after_ms >= 1000
+    tasks.pop().cancel()
+    await settle()
+    assert (await _refusal(desk.come("long", tokens=31, slo=BATCH))).code == ErrorCode.OVERLOADED
+    assert desk.shed[1:] == [("queue_tokens", "batch")]
+    assert desk.admission.queued == 2
+    await desk.end(*"0123")
+    await asyncio.gather(*tasks)
+    assert desk.at_rest()
 
 
-def test_only_failures_that_another_worker_may_not_have_are_tried_again() -> None:
-    retried = {code for code in ErrorCode.values() if code and is_retriable(KvferryError(code, ""))}
-    assert retried == {ErrorCode.UNAVAILABLE, ErrorCode.HANDOFF_FAILED}
+async def _with_a_rate(desk: Desk, tokens_per_s: int) -> Callable[[], Awaitable[None]]:
+    """Let the queue stand for ten seconds and empty at that rate, in one request a second. Returns how to end it."""
+    tasks = [desk.come("first", tokens=tokens_per_s)]
+    await settle()
+    tasks += [desk.come(f"rate-{number}", tokens=tokens_per_s, timeout_s=1e6) for number in range(12)]
+    await settle()
+    names = ["first", *(f"rate-{number}" for number in range(12))]
+    for name in names[:10]:
+        desk.clock.advance(1.0)
+        await desk.end(name)
+
+    async def end() -> None:
+        await desk.end(*names)
+        await asyncio.gather(*tasks)
+
+    return end
+
+
+async def test_a_request_whose_deadline_the_queue_will_clearly_not_meet_is_refused_at_once() -> None:
+    desk = Desk(max_in_flight=1, max_queued_tokens=10**9)
+    end = await _with_a_rate(desk, 1000)
+    backlog = desk.come("backlog", tokens=30_000, timeout_s=1e6)
+    await settle()
+    failure = await _refusal(desk.come("late", timeout_s=10.0))
+    assert (failure.code, desk.shed) == (ErrorCode.OVERLOADED, [("deadline", "none")])
+    assert 20_000 <= failure.retry_after_ms <= 40_000
+    patient = desk.come("patient", timeout_s=1000.0)  # Not so this one,
+    other = desk.come("other tenant", tenant="small", timeout_s=10.0)  # nor this one, which is due its turn soon.
+    await settle()
+    assert not patient.done()
+    assert not other.done()
+    desk.release["backlog"].set()
+    desk.release["patient"].set()
+    desk.release["other tenant"].set()
+    await end()
+    await asyncio.gather(backlog, patient, other)
+    assert desk.at_rest()
+
+
+async def test_the_class_decides_which_deadline_counts() -> None:
+    desk = Desk(max_in_flight=1, max_queued_tokens=10**9)
+    end = await _with_a_rate(desk, 1000)
+    backlog = desk.come("backlog", tokens=30_000, timeout_s=1e6)
+    await settle()
+    failure = await _refusal(desk.come("interactive", timeout_s=1e6, slo=INTERACTIVE))
+    assert (failure.code, desk.shed) == (ErrorCode.OVERLOADED, [("ttft", "interactive")])
+    batch = desk.come("batch", timeout_s=1e6, slo=BATCH)
+    await settle()
+    assert not batch.done()
+    assert desk.admission.depths() == {"none": 3, "batch": 1}
+    desk.release["backlog"].set()
+    desk.release["batch"].set()
+    await end()
+    await asyncio.gather(backlog, batch)
+    assert desk.at_rest()
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_told() -> None:
+    admission = Admission(AdmissionLimits(1, 10, 1000), Rooms(), SystemClock())
+    now = SystemClock().now()
+    one, other = (Expectation(10, 0, 10, lambda worker_id: 0) for _ in range(2))
+    async with admission.seat(Entry("", 0, now + 60, now, one)):
+        failure = await _refusal(admission.seat(Entry("", 0, now + 0.02, now, other)).__aenter__())
+        assert failure.code == ErrorCode.DEADLINE_EXCEEDED
+        assert admission.queued == 0
+    await admission.wait_idle()
+
+
+async def test_waiting_for_room_ends_when_patience_does_and_says_when_to_come_back() -> None:
+    shed: list[ShedReason] = []
+    limits = AdmissionLimits(10, 10, 1000, max_room_wait_s=0.02)
+    admission = Admission(limits, Rooms(), SystemClock(), lambda why, slo: shed.append(why))
+    now = SystemClock().now()
+    entry = Entry("", 0, now + 60, now, Expectation(10, 0, 10, lambda worker_id: 0))
+
+    async def wait() -> None:
+        async with admission.seat(entry) as seat:
+            await admission.wait_for_room(seat, begun=False)
+
+    failure = await _refusal(wait())
+    assert (failure.code, shed) == (ErrorCode.OVERLOADED, [ShedReason.NO_ROOM])
+    assert failure.retry_after_ms >= 1000
+    assert (admission.in_flight, admission.queued) == (0, 0)
