@@ -1,7 +1,7 @@
 """Chat templates: from messages to the prompt text, exactly as transformers renders it.
 
 A template is a program that came with the model. It runs in Jinja's immutable sandbox: it can read the messages and
-nothing else. Clients choose role and content of messages, never options of the template.
+nothing else. Clients choose messages and tools, never options of the template.
 """
 
 import json
@@ -9,17 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from router.text.tools import call_for_template
 from runtime.errors import KvferryError, invalid
 from runtime.limits import MAX_MESSAGES, MAX_PROMPT_CHARS
 
 _MESSAGE_KEYS = frozenset({"role", "content"})
+_MORE_KEYS = {"assistant": frozenset({"tool_calls", "reasoning_content"}), "tool": frozenset({"tool_call_id", "name"})}
 
 
 class ChatTemplate:
@@ -38,24 +40,31 @@ class ChatTemplate:
         environment = _environment(now)
         try:
             self._template = environment.from_string(source)
+            variables = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
+        self.source = source
+        self._takes_tools = "tools" in variables
         self._variables = dict(special_tokens)
         self._max_chars = max_chars
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for `messages` (each a role and a content) with the header of the answer at its end.
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The prompt for `messages` and `tools` with the header of the answer at its end.
+
+        A message has a role and a content; of the assistant perhaps `tool_calls` (OpenAI's: the arguments are JSON
+        text) and `reasoning_content`, of a tool `tool_call_id` and perhaps `name`. `tools` passed `tool_use`.
 
         CPU work, milliseconds for long conversations: keep it off the event loop. Raises KvferryError
-        (INVALID_REQUEST) naming the field for malformed messages, for those that the template refuses, and when the
-        text would exceed `max_chars`.
+        (INVALID_REQUEST) naming the field for malformed messages, for those that the template refuses, for tools and
+        calls that it has no place for, and when the text would exceed `max_chars`.
         """
         plain = _checked(messages)
+        self._check_place(plain, tools)
         pieces: list[str] = []
         size = 0
         try:
             for piece in self._template.generate(
-                messages=plain, tools=None, documents=None, add_generation_prompt=True, **self._variables
+                messages=plain, tools=list(tools) or None, documents=None, add_generation_prompt=True, **self._variables
             ):
                 pieces.append(piece)
                 size += len(piece)
@@ -65,7 +74,20 @@ class ChatTemplate:
             raise
         except Exception as error:  # Template code fails in every way Python code can; Jinja says to catch them all.
             raise invalid("messages", f"are refused by the model's chat template: {error}") from error
-        return "".join(pieces)
+        # Escapes in the JSON of calls can stand for half a character.
+        return check_text("messages", "".join(pieces), max_chars=self._max_chars)
+
+    def _check_place(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what the template would drop in silence."""
+        if tools and not self._takes_tools:
+            raise invalid("tools", "cannot be used: this model's chat template has no place for them")
+        for index, message in enumerate(messages):
+            if message.get("tool_calls") and "tool_calls" not in self.source:
+                field = f"messages[{index}].tool_calls"
+                raise invalid(field, "cannot be used: this model's chat template has no place for them")
+            if message["role"] == "tool" and "tool" not in self.source:
+                field = f"messages[{index}].role"
+                raise invalid(field, "cannot be tool: this model's chat template has no place for it")
 
 
 def check_text(field: str, text: object, *, max_chars: int = MAX_PROMPT_CHARS) -> str:
@@ -85,16 +107,28 @@ def check_text(field: str, text: object, *, max_chars: int = MAX_PROMPT_CHARS) -
     return text
 
 
-def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
         raise invalid("messages", "must not be empty")
     if len(messages) > MAX_MESSAGES:
         raise invalid("messages", f"has {len(messages)} entries, more than the limit of {MAX_MESSAGES}")
-    plain = []
-    for index, message in enumerate(messages):
-        if message.keys() != _MESSAGE_KEYS:
-            raise invalid(f"messages[{index}]", "must have a role and a content, and nothing else")
-        plain.append({key: check_text(f"messages[{index}].{key}", message[key]) for key in ("role", "content")})
+    return [_checked_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _checked_message(field: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    more = message.keys() - _MESSAGE_KEYS
+    if not message.keys() >= _MESSAGE_KEYS:
+        raise invalid(field, "must have a role and a content, and nothing else")
+    role = check_text(f"{field}.role", message["role"])
+    if more - _MORE_KEYS.get(role, frozenset()):
+        raise invalid(field, "must have a role and a content, and nothing else")
+    plain: dict[str, Any] = {"role": role, "content": check_text(f"{field}.content", message["content"])}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if key in more:
+            plain[key] = check_text(f"{field}.{key}", message[key])
+    if "tool_calls" in more:
+        calls = enumerate(message["tool_calls"])
+        plain["tool_calls"] = [call_for_template(f"{field}.tool_calls[{index}]", call) for index, call in calls]
     return plain
 
 

@@ -16,15 +16,30 @@ from runtime.token_pieces import PieceDecoder
 class TextStream:
     """The text of one answer. One thread at a time; microseconds a token, so it may run on the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
-        """Raises KvferryError (INVALID_REQUEST) for an empty stop string."""
-        self._decoder = PieceDecoder(tokenizer.pieces, skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        shown_tokens: frozenset[str] = frozenset(),
+    ) -> None:
+        """`shown_tokens` are special tokens that become text though others are skipped.
+
+        Raises KvferryError (INVALID_REQUEST) for an empty stop string.
+        """
+        pieces = tokenizer.pieces_showing(shown_tokens)
+        self._decoder = PieceDecoder(pieces, skip_special_tokens=skip_special_tokens)
         self._stop = StopMatcher(stop)
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text. It stays ended: later tokens add nothing."""
         return self._stop.matched
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text; None while none has."""
+        return self._stop.found
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, bool]:
         """(text that these tokens make final, whether a stop string has now ended the text)."""
@@ -63,7 +78,12 @@ class StopMatcher:
         self._first_chars = frozenset(text[0] for text in stop)
         self._node = 0
         self._held = ""  # always the text of the current node
-        self.matched = False
+        self.found: str | None = None
+
+    @property
+    def matched(self) -> bool:
+        """Whether a stop string, `found`, has ended the text."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """The part of the text so far that is final and was not returned before. Nothing after a match."""
@@ -76,9 +96,10 @@ class StopMatcher:
         for index in range(start, len(text)):
             self._node = self._step(self._node, text[index])
             if self._match_chars[self._node]:
-                self.matched = True
+                begin = index + 1 - self._match_chars[self._node]
+                self.found = text[begin : index + 1]
                 self._held = ""
-                return text[: index + 1 - self._match_chars[self._node]]
+                return text[:begin]
         final = len(text) - self._depth[self._node]
         self._held = text[final:]
         return text[:final]

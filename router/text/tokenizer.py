@@ -5,8 +5,10 @@ Reads tokenizer.json with the `tokenizers` library alone: no transformers, no to
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import BoundedSemaphore
 from typing import Any, TypeVar
@@ -19,6 +21,11 @@ from runtime.errors import KvferryError, invalid
 from runtime.token_pieces import TokenPieces, build_pieces
 
 T = TypeVar("T")
+
+SHORT_CHARS = 2048
+"""Encoding so much takes a fraction of a millisecond."""
+# What a template writes around one.
+_CHARS_PER_MESSAGE = 32
 
 
 class Tokenizer:
@@ -47,6 +54,7 @@ class Tokenizer:
         self.max_context_tokens = max_context_tokens
         self.pieces = _checked_pieces(backend)
         self.vocab_size = len(self.pieces.pieces)
+        self._pieces_showing: dict[frozenset[str], TokenPieces] = {frozenset(): self.pieces}
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
@@ -75,6 +83,11 @@ class Tokenizer:
             raise ValueError(f"{model_dir}: {error}") from error
 
     @property
+    def chat_template_source(self) -> str:
+        """The text of the chat template; "" without one."""
+        return "" if self._chat_template is None else self._chat_template.source
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can work."""
         return self._chat_template is not None
@@ -87,9 +100,9 @@ class Tokenizer:
         """
         return self._encode(check_text(field, text), add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of a conversation up to the header of the answer: transformers'
-        `apply_chat_template(messages, tokenize=True, add_generation_prompt=True)`.
+        `apply_chat_template(messages, tools=tools, tokenize=True, add_generation_prompt=True)`.
 
         The template alone writes special tokens; none is added here, so none is doubled. Special-token text inside
         a message becomes that special token too, as in transformers: a user can write `<|im_end|>`. An application
@@ -97,7 +110,18 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise invalid("messages", "cannot be used: this model has no chat template; use a plain prompt")
-        return self._encode(self._chat_template.render(messages), False)
+        return self._encode(self._chat_template.render(messages, tools), False)
+
+    def pieces_showing(self, shown: frozenset[str]) -> TokenPieces:
+        """`pieces` in which special tokens of these names are visible. Made once for each set, of which there are few:
+        a parser's markers. Any thread."""
+        pieces = self._pieces_showing.get(shown)
+        if pieces is None:
+            names = {name.encode() for name in shown}
+            both = zip(self.pieces.pieces, self.pieces.visible, strict=True)
+            visible = tuple(piece if piece in names else usual for piece, usual in both)
+            pieces = self._pieces_showing[shown] = replace(self.pieces, visible=visible)
+        return pieces
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a token list; transformers' `decode` with `clean_up_tokenization_spaces=False`.
@@ -121,6 +145,10 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= SHORT_CHARS:
+            # Not in a batch: that would go through other threads, and one of a few words would wait for them.
+            short: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return short
         # Of the native calls only the batched ones let go of the GIL, without which a thread pool helps nobody.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -130,22 +158,37 @@ class Tokenizer:
 class AsyncTokenizer:
     """A Tokenizer for an event loop: encoding runs on a few threads, behind a bounded queue.
 
+    What is short is encoded at once, where it is called: that takes less time than handing it to a thread and back,
+    and a thread that runs Python would hold up the event loop for longer each time it wants its turn back.
     `tokenizer` is the plain one, for its cheap methods.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, num_threads: int = 2, max_pending: int = 256) -> None:
-        """`max_pending` counts calls running and waiting; one more is refused."""
+    def __init__(
+        self, tokenizer: Tokenizer, *, num_threads: int = 2, max_pending: int = 256, short_chars: int = SHORT_CHARS
+    ) -> None:
+        """`max_pending` counts calls running and waiting; one more is refused. Texts of up to `short_chars` characters
+        are short."""
         self.tokenizer = tokenizer
+        self._short_chars = short_chars
+        self._closed = False
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._slots = BoundedSemaphore(max_pending)
 
     async def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
         """`Tokenizer.encode` off the loop. Raises what it raises, and KvferryError (OVERLOADED) when full."""
+        if len(text) <= self._short_chars:
+            self._check_open()
+            return self.tokenizer.encode(text, field=field, add_special_tokens=add_special_tokens)
         return await self._run(lambda: self.tokenizer.encode(text, field=field, add_special_tokens=add_special_tokens))
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """`Tokenizer.encode_chat` off the loop. Raises what it raises, and KvferryError (OVERLOADED) when full."""
-        return await self._run(lambda: self.tokenizer.encode_chat(messages))
+        if not tools and _num_chars(messages) <= self._short_chars:
+            self._check_open()
+            return self.tokenizer.encode_chat(messages)
+        return await self._run(lambda: self.tokenizer.encode_chat(messages, tools))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """`Tokenizer.decode` off the loop, for long lists such as an echoed prompt."""
@@ -153,22 +196,35 @@ class AsyncTokenizer:
 
     def close(self) -> None:
         """Drop what is still waiting and let the threads end. Idempotent; does not block."""
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvferryError(ErrorCode.UNAVAILABLE, "the tokenizer is shut down")
+
     async def _run(self, call: Callable[[], T]) -> T:
+        self._check_open()
         if not self._slots.acquire(blocking=False):
             raise KvferryError(ErrorCode.OVERLOADED, "too many prompts are waiting to be tokenised", retry_after_ms=500)
-        try:
-            future = self._pool.submit(call)
-        except RuntimeError as error:  # the pool is closed
-            self._slots.release()
-            raise KvferryError(ErrorCode.UNAVAILABLE, "the tokenizer is shut down") from error
+        future = self._pool.submit(call)
         # The slot belongs to the work, not to the caller: a cancelled caller may leave work running.
         future.add_done_callback(self._release)
         return await asyncio.wrap_future(future)
 
     def _release(self, _: Future[Any]) -> None:
         self._slots.release()
+
+
+def _num_chars(messages: Sequence[Mapping[str, Any]]) -> float:
+    """Of plain messages; infinite when there is more to one than a role and a text."""
+    num_chars = 0
+    for message in messages:
+        content = message.get("content")
+        if len(message) > 2 or not isinstance(content, str):
+            return math.inf
+        num_chars += len(content) + _CHARS_PER_MESSAGE
+    return num_chars
 
 
 def _checked_pieces(backend: tokenizers.Tokenizer) -> TokenPieces:
