@@ -1,10 +1,9 @@
 """One attempt of one request on one pair of workers.
 
 1. Admit on the decode worker; it answers with a ticket (remote prefill) or with tokens (local prefill).
-2. With the ticket, Prefill on the prefill worker. From here both workers speak at once, through one inbox. If the plan
-   names a source, the prefill worker may answer with a ticket of its own: it is carried to that decode worker, and
-   the rest is between the two.
-3. The decode worker says that it has verified the KV, and goes on alone.
+2. The ticket goes to who has the KV sent: a prefill worker (`prefill_call.py`), or the decode worker that the answer
+   leaves (`course.py`). From here both workers speak at once, through one inbox.
+3. The decode worker says that it has verified the KV, and goes on alone. It may be paused, to hand the answer over.
 4. Tokens are given out in order of their index, whichever worker brought them first. With strict hand-off not before
    both halves of the receipt are there and prove it, so that what they refute never begins an answer.
 5. Decode is done, or the reader has enough: wait a moment for what is missing of the receipt.
@@ -22,32 +21,25 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-import grpc
-
-from kvferry_rpc.common_pb2 import ErrorCode, TokenOutput
-from kvferry_rpc.internal_pb2 import Admit, Export, KVSource, PrefillRequest, Ticket
+from kvferry_rpc.common_pb2 import ErrorCode, PromptTokenLogprob, TokenOutput
+from kvferry_rpc.internal_pb2 import Admit, HandOver, PrefillEvent, Ticket
 from router.decode_session import DecodeSession
-from router.generation import GenerationRequest
 from router.inbox import Inbox
+from router.live_requests import Progress
 from router.placement import Placement, Side
+from router.policy import Plan
+from router.prefill_call import KVSender
 from router.proof import HandoffRules, check_so_far, lacks_decode_half, lacks_prefill_half
 from router.receipts import AttemptRecord
+from router.work import Work, deadline_exceeded
 from runtime.clock import Clock
 from runtime.errors import KvferryError
 
-if TYPE_CHECKING:  # The asyncio face of the stub exists for type checkers alone.
-    from kvferry_rpc.internal_pb2_grpc import PrefillWorkerAsyncStub
-
 # How long a finished answer, or the first token of a strict one, waits for what is missing of its receipt.
 RECEIPT_WAIT_S = 1.0
-# The workers end a request at its deadline themselves; the call's own limit is only for workers that do not.
-_CALL_GRACE_S = 5.0
-_MAX_MS = 2**32 - 1
-
 _log = logging.getLogger(__name__)
 
 
@@ -60,16 +52,6 @@ class AttemptFailed(Exception):
         self.side = side
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What this attempt is to do: a request, continued after `output` tokens that earlier attempts brought."""
-
-    request: GenerationRequest
-    attempt: int
-    output: tuple[int, ...]
-    arrived_at: float
-
-
 class Attempt:
     """Use as `async with attempt:`, call `next_batch` until it is None, then `finish`. Event-loop task only."""
 
@@ -78,33 +60,34 @@ class Attempt:
         work: Work,
         placement: Placement,
         session: DecodeSession | None,
-        prefill_stub: "PrefillWorkerAsyncStub | None",
-        source: DecodeSession | None,
+        send: KVSender | None,
         clock: Clock,
         on_taken: Callable[[], None],
         rules: HandoffRules,
     ) -> None:
-        """`session` or `prefill_stub` None: that worker went away; the attempt fails when it comes to it. `source` is
-        the session with the worker that the plan has as its source, if any; without it nothing is pulled.
+        """`session` None: that worker went away; the attempt fails when it comes to it. `send` None: the plan is to
+        compute the prompt on the decode worker.
 
         `on_taken` is called once, when the decode worker has taken the request.
         """
         self._work = work
         self._placement = placement
         self._session = session
-        self._prefill_stub = prefill_stub
-        self._source = source
+        self._send = send
         self._clock = clock
         self._on_taken = on_taken
         self._rules = rules
-        self._inbox = Inbox(len(work.output), clock)
+        self._inbox = Inbox(work.num_output_tokens, clock, work.first_token_id, work.num_prompt_logprobs)
         self._proven = not rules.strict
-        self._prefill_task: asyncio.Task[None] | None = None
+        self._send_task: asyncio.Task[None] | None = None
         self._admitted = False
         self._was_taken = False
-        self._closing = False
+        self._asked_to_pause = False
+        self._planned_at = clock.now()
         self._placed_at: float | None = None
         self._first_token_at: float | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._is_late = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -112,14 +95,15 @@ class Attempt:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
         # Telling the workers waits for nothing, so no second cancellation can come between.
-        self._closing = True
         if self._session is not None and self._admitted:
             self._session.cancel(self._work.request.request_id, self._work.attempt)
         try:
-            if self._prefill_task is not None:
-                self._prefill_task.cancel()
-                await asyncio.gather(self._prefill_task, return_exceptions=True)
+            if self._send_task is not None:
+                self._send_task.cancel()
+                await asyncio.gather(self._send_task, return_exceptions=True)
         finally:
             failure = self._inbox.decode_failure
             if failure is not None and failure.code == ErrorCode.OVERLOADED:
@@ -131,8 +115,14 @@ class Attempt:
         """Whether the decode worker took the request, so that something may have been computed for it."""
         return self._was_taken
 
+    @property
+    def plan(self) -> Plan:
+        """Where it runs."""
+        return self._placement.plan
+
     async def next_batch(self) -> tuple[TokenOutput, ...] | None:
-        """The next tokens, at least one, merged when the caller is slow. None when decode is done.
+        """The next tokens, at least one, merged when the caller is slow. None when decode is done, empty when all
+        tokens were given out that there are before the worker, which stands still, is told to `resume`.
 
         Raises AttemptFailed; KvferryError for the deadline and for what strict hand-off refuses (StrictRefusal).
         """
@@ -143,8 +133,8 @@ class Attempt:
             if not self._was_taken and (inbox.ticket is not None or inbox.decode_started):
                 self._was_taken = True
                 self._on_taken()
-            if inbox.ticket is not None and self._prefill_task is None:
-                self._start_prefill(inbox.ticket)
+            if inbox.ticket is not None and self._send_task is None:
+                self._start_sending(inbox.ticket)
             proven = self._is_proven()
             if proven and (batch := inbox.take_tokens()):
                 if self._first_token_at is None:
@@ -153,18 +143,79 @@ class Attempt:
                 return batch
             if inbox.decode_failure is not None:
                 raise AttemptFailed(inbox.decode_failure, Side.DECODE)
-            if proven and inbox.decode_done is not None:
+            if inbox.handed_over is not None:
+                message = f"decode worker {self.plan.decode_worker} has handed the answer over to one that was lost"
+                raise AttemptFailed(KvferryError(ErrorCode.UNAVAILABLE, message), Side.DECODE)
+            if inbox.lacks_prompt_logprobs:
+                self._check_prompt_logprobs()
+            elif proven and inbox.decode_done is not None:
                 if inbox.has_gap:
                     raise AttemptFailed(KvferryError(ErrorCode.INTERNAL, "a token is missing"), Side.DECODE)
                 return None
             if inbox.prefill_failure is not None and not inbox.decode_started:
                 raise AttemptFailed(inbox.prefill_failure, Side.PREFILL)
+            if inbox.is_paused:
+                return ()
             await self._wait()
+
+    def take_prompt_logprobs(self) -> tuple[PromptTokenLogprob, ...]:
+        """Those of the whole prompt, if the request wants them; once, with the first batch."""
+        return self._inbox.take_prompt_logprobs()
+
+    def _check_prompt_logprobs(self) -> None:
+        """Only the worker that computes the prompt has them: without it the attempt fails, whoever has the KV."""
+        inbox = self._inbox
+        if inbox.prefill_failure is not None:
+            raise AttemptFailed(inbox.prefill_failure, Side.PREFILL)
+        if inbox.lost_prompt_logprobs:
+            side = Side.DECODE if inbox.prefill_done is None else Side.PREFILL
+            raise AttemptFailed(KvferryError(ErrorCode.INTERNAL, "log probabilities of the prompt are missing"), side)
+
+    # ---- the answer leaves for another decode worker ----
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether `pause` can lead to anything now: the decode worker runs alone, and there is a token."""
+        inbox = self._inbox
+        is_alone = self._send_task is None or self._send_task.done()
+        is_over = inbox.decode_done is not None or inbox.decode_failure is not None
+        return self._first_token_at is not None and inbox.decode_started and is_alone and not is_over
+
+    def pause(self) -> None:
+        """Ask the decode worker to let the sequence stand still. It may refuse, or be done before it hears of it."""
+        assert self._session is not None, "it runs there"
+        self._inbox.refusal_to_pause = None
+        self._session.pause(self._work.request.request_id, self._work.attempt)
+
+    @property
+    def refused_to_pause(self) -> bool:
+        """Whether the worker has answered the last `pause` with no."""
+        return self._inbox.refusal_to_pause is not None
+
+    def resume(self) -> None:
+        """Let the sequence go on where it is; if it has left already, `next_batch` says so."""
+        assert self._session is not None, "it runs there"
+        self._inbox.is_paused = False
+        self._session.resume(self._work.request.request_id, self._work.attempt)
+
+    async def hand_over(self, ticket: Ticket, taker: Inbox) -> None:
+        """A KVSender: the answer, which stands still, leaves this decode worker for the place that the ticket names."""
+        assert self._session is not None, "it runs there"
+        request_id, attempt, inbox = self._work.request.request_id, self._work.attempt, self._inbox
+        self._session.hand_over(HandOver(request_id=request_id, attempt=attempt, ticket=ticket))
+        while inbox.is_paused and inbox.handed_over is None and inbox.decode_failure is None:
+            await inbox.wait()
+        if inbox.handed_over is not None:
+            self._placement.release()
+            taker.put_prefill(PrefillEvent(done=inbox.handed_over))
+        else:
+            failure = inbox.decode_failure or inbox.refusal_to_pause
+            taker.put_prefill_failure(failure or KvferryError(ErrorCode.UNAVAILABLE, "the answer was not handed over"))
 
     async def finish(self) -> AttemptRecord:
         """When enough tokens are out: the record of the attempt, with what is missing if it comes within a second."""
         wait_s = min(RECEIPT_WAIT_S, self._work.request.deadline - self._clock.now())
-        if self._prefill_task is not None:
+        if self._send_task is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, wait_s)):
                     while self._inbox.lacks_a_half:
@@ -188,6 +239,23 @@ class Attempt:
             ended_ms=self._since_arrival_ms(self._clock.now()),
         )
 
+    def progress(self) -> Progress:
+        """How far it has come, for those who look on."""
+        inbox = self._inbox
+        return Progress(
+            attempt=self._work.attempt,
+            plan=self._placement.plan,
+            planned_at=self._planned_at,
+            moves=self._work.moves,
+            was_taken=self._was_taken,
+            placed_at=self._placed_at,
+            sampled_at=inbox.sampled_at,
+            decoding_at=inbox.decode_started_at,
+            is_paused=inbox.is_paused,
+            has_unread_tokens=inbox.has_tokens and self._proven,
+            is_over=inbox.decode_done is not None,
+        )
+
     # ---- inside ----
 
     async def _admit(self) -> None:
@@ -198,18 +266,19 @@ class Attempt:
         admit = Admit(
             request_id=work.request.request_id,
             attempt=work.attempt,
-            prompt_token_ids=(*work.request.prompt_token_ids, *work.output),
-            num_output_tokens=len(work.output),
+            prompt_token_ids=work.token_ids,
+            num_output_tokens=work.num_output_tokens,
             sampling=work.request.sampling,
             cache_salt=work.request.cache_salt,
-            local_prefill=self._placement.plan.prefill_worker is None,
-            deadline_ms=self._remaining_ms(),
+            local_prefill=self._send is None,
+            deadline_ms=work.remaining_ms(self._clock.now()),
+            traceparent=work.traceparent,
         )
         try:
             async with asyncio.timeout(self._remaining_s()):
                 await self._session.admit(admit, self._inbox)
         except TimeoutError:
-            raise _deadline_exceeded() from None
+            raise deadline_exceeded() from None
         except KvferryError as error:
             self._inbox.put_decode_failure(error)
             raise AttemptFailed(error, Side.DECODE) from error
@@ -217,72 +286,18 @@ class Attempt:
         if admit.local_prefill:
             self._placed_at = self._clock.now()
 
-    def _start_prefill(self, ticket: Ticket) -> None:
+    def _start_sending(self, ticket: Ticket) -> None:
+        assert self._send is not None, "a ticket was asked for"
         self._placed_at = self._clock.now()
-        self._prefill_task = asyncio.create_task(self._prefill(ticket), name=f"prefill {ticket.handoff_id}")
+        sending = self._send(ticket, self._inbox)
+        self._send_task = asyncio.create_task(sending, name=f"send into {ticket.handoff_id}")
+        self._send_task.add_done_callback(self._sending_ended)
 
-    async def _prefill(self, ticket: Ticket) -> None:
-        """Run the prefill call into the inbox. Ends without an exception but for its own cancellation."""
-        worker_id = self._placement.plan.prefill_worker
-        if self._prefill_stub is None:
-            self._prefill_failed(f"prefill worker {worker_id} is gone")
-            return
-        work = self._work
-        request = PrefillRequest(
-            request_id=work.request.request_id,
-            attempt=work.attempt,
-            prompt_token_ids=(*work.request.prompt_token_ids, *work.output),
-            num_output_tokens=len(work.output),
-            sampling=work.request.sampling,
-            cache_salt=work.request.cache_salt,
-            ticket=ticket,
-            deadline_ms=self._remaining_ms(),
-        )
-        source = self._placement.plan.source
-        if source is not None and self._source is not None:
-            request.source.CopyFrom(KVSource(decode_worker=source.worker_id, num_tokens=source.num_tokens))
-        call = self._prefill_stub.Prefill(request, timeout=self._remaining_s() + _CALL_GRACE_S)
-        try:
-            async for event in call:
-                if event.WhichOneof("kind") == "pull":
-                    self._export(event.pull)
-                else:
-                    self._inbox.put_prefill(event)
-            self._prefill_failed(f"prefill worker {worker_id} ended its stream without a result")
-        except grpc.RpcError as error:
-            self._inbox.put_prefill_failure(_lost(error, f"prefill worker {worker_id}"))
-        except asyncio.CancelledError:
-            # Either this attempt is being closed, or the channel was closed below us because the worker detached.
-            if self._closing:
-                raise
-            self._prefill_failed(f"prefill worker {worker_id} is gone")
-        finally:
-            call.cancel()
-            failure = self._inbox.prefill_failure
-            if failure is not None and failure.code == ErrorCode.OVERLOADED:
-                self._placement.refused_by(Side.PREFILL)
-            self._placement.release_prefill()
-
-    def _export(self, ticket: Ticket) -> None:
-        """Ask the source, once, for the blocks that the prefill worker wants. What becomes of it they settle alone."""
-        source, self._source = self._source, None
-        work = self._work
-        tokens = (*work.request.prompt_token_ids, *work.output)
-        num_tokens = (ticket.first_block + len(ticket.block_ids)) * ticket.layout.block_size
-        if source is None or num_tokens > len(tokens):
-            return
-        export = Export(
-            request_id=work.request.request_id,
-            attempt=work.attempt,
-            prompt_token_ids=tokens[:num_tokens],
-            cache_salt=work.request.cache_salt,
-            ticket=ticket,
-            deadline_ms=self._remaining_ms(),
-        )
-        source.export(export)
-
-    def _prefill_failed(self, message: str) -> None:
-        self._inbox.put_prefill_failure(KvferryError(ErrorCode.UNAVAILABLE, message))
+    def _sending_ended(self, task: asyncio.Task[None]) -> None:
+        """A defect there must not leave the attempt waiting for news that nobody sends."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the call for the KV ended in %r", error)
+            self._inbox.put_prefill_failure(KvferryError(ErrorCode.UNAVAILABLE, f"the call for the KV failed: {error}"))
 
     def _is_proven(self) -> bool:
         """Whether tokens may be given out. Raises StrictRefusal."""
@@ -312,35 +327,24 @@ class Attempt:
     async def _wait(self) -> None:
         """Until something comes, or patience ends. Raises KvferryError for the deadline."""
         remaining_s, patience_s = self._remaining_s(), self._patience_s()
-        try:
-            async with asyncio.timeout(min(remaining_s, patience_s)):
-                await self._inbox.wait()
-        except TimeoutError:
-            if remaining_s <= patience_s:
-                raise _deadline_exceeded() from None
+        if self._alarm is None:
+            # One for the whole attempt: it waits for each token, and a timer for each wait costs more than the wait.
+            self._alarm = asyncio.get_running_loop().call_later(remaining_s, self._on_deadline)
+        if patience_s == math.inf:
+            await self._inbox.wait()
+        else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._inbox.wait()
+        if self._is_late:
+            raise deadline_exceeded()
+
+    def _on_deadline(self) -> None:
+        self._is_late = True
+        self._inbox.wake()
 
     def _remaining_s(self) -> float:
-        """What is left of the request's time. Raises KvferryError (DEADLINE_EXCEEDED) when nothing is."""
-        remaining_s = self._work.request.deadline - self._clock.now()
-        if remaining_s <= 0:
-            raise _deadline_exceeded()
-        return remaining_s
-
-    def _remaining_ms(self) -> int:
-        return min(_MAX_MS, max(1, int(self._remaining_s() * 1000)))
+        return self._work.remaining_s(self._clock.now())
 
     def _since_arrival_ms(self, moment: float | None) -> float | None:
         return None if moment is None else (moment - self._work.arrived_at) * 1000
-
-
-def _deadline_exceeded() -> KvferryError:
-    return KvferryError(ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed")
-
-
-def _lost(error: grpc.RpcError, peer: str) -> KvferryError:
-    """What a broken prefill call means. Refusals that a worker makes come as events; a call that ends with a status
-    is a worker that is down, shutting down or not ours, and another may do better."""
-    known = KvferryError.from_rpc(error, peer)
-    if known.code in (ErrorCode.OVERLOADED, ErrorCode.INVALID_REQUEST, ErrorCode.DEADLINE_EXCEEDED):
-        return known
-    return KvferryError(ErrorCode.UNAVAILABLE, known.message)

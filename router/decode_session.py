@@ -2,8 +2,9 @@
 
 Life of a session:
 1. Connect, open the stream, send Hello with the incarnation that is attached. A worker of another life refuses it.
-2. Admit, Cancel and Export go out in order; each event goes to the inbox of its (request, attempt), unknown ones to
-   nobody.
+2. Commands go out in order; each event goes to the inbox of its (request, attempt), unknown ones to
+   nobody. Events are given out at once, but for a router that is busy: what comes while it still works on the last ones
+   waits as long again (`pacer.py`), so that more tokens share the work that each delivery makes.
 3. The stream breaks: every request on it fails with UNAVAILABLE, and the session connects again after a jittered
    wait, for as long as the worker is attached. Admit says UNAVAILABLE meanwhile.
 4. The worker detaches: the session is closed and its requests fail likewise.
@@ -20,9 +21,22 @@ from enum import Enum
 import grpc
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from kvferry_rpc.internal_pb2 import Admit, Cancel, DecodeCommand, DecodeEvents, Export, Hello, Register
+from kvferry_rpc.internal_pb2 import (
+    Admit,
+    Cancel,
+    DecodeCommand,
+    DecodeEvent,
+    DecodeEvents,
+    Export,
+    HandOver,
+    Hello,
+    Pause,
+    Register,
+    Resume,
+)
 from kvferry_rpc.internal_pb2_grpc import DecodeWorkerStub
 from router.inbox import Inbox
+from router.pacer import Pacer
 from runtime.errors import KvferryError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -76,6 +90,8 @@ class DecodeSession:
         self._unsent_admits = 0
         self._has_outbound = asyncio.Event()
         self._was_heard = False  # In this life of the stream.
+        self._arrived: list[DecodeEvent] = []  # And not given out yet.
+        self._pacer = Pacer(self._give_out)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -125,6 +141,18 @@ class DecodeSession:
         """Ask the worker to send cached blocks to a prefill worker. Never waits; no effect without a stream."""
         if self._state is _State.OPEN:
             self._send(DecodeCommand(export=export), None)
+
+    def pause(self, request_id: str, attempt: int) -> None:
+        """Ask that a sequence stand still. As `resume` and `hand_over`: never waits, no effect when it has ended."""
+        self._tell((request_id, attempt), DecodeCommand(pause=Pause(request_id=request_id, attempt=attempt)))
+
+    def resume(self, request_id: str, attempt: int) -> None:
+        """Let a sequence go on that stands still."""
+        self._tell((request_id, attempt), DecodeCommand(resume=Resume(request_id=request_id, attempt=attempt)))
+
+    def hand_over(self, hand_over: HandOver) -> None:
+        """Have a sequence that stands still sent to another worker."""
+        self._tell((hand_over.request_id, hand_over.attempt), DecodeCommand(hand_over=hand_over))
 
     def abandon(self) -> None:
         """The worker is gone: fail what runs on it, now, and begin to close. `close` must still be awaited."""
@@ -198,16 +226,22 @@ class DecodeSession:
                 raise outcome
 
     async def _read(self, call: _Call) -> None:
+        loop = asyncio.get_running_loop()
         async for events in call:
             self._was_heard = True
-            for event in events.events:
-                key = (event.request_id, event.attempt)
-                request = self._requests.get(key)
-                if request is None:
-                    continue  # Cancelled or ended here; the worker did not know yet when it spoke.
-                if event.WhichOneof("kind") in ("done", "failed"):
-                    del self._requests[key]
-                request.inbox.put_decode(event)
+            self._arrived.extend(events.events)
+            self._pacer.ask(loop)
+
+    def _give_out(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for event in arrived:
+            key = (event.request_id, event.attempt)
+            request = self._requests.get(key)
+            if request is None:
+                continue  # Cancelled or ended here; the worker did not know yet when it spoke.
+            if event.WhichOneof("kind") in ("done", "failed", "handed_over"):
+                del self._requests[key]
+            request.inbox.put_decode(event)
 
     async def _write(self, call: _Call) -> None:
         while True:
@@ -222,12 +256,18 @@ class DecodeSession:
             self._has_outbound.clear()
             await self._has_outbound.wait()
 
+    def _tell(self, key: _Key, command: DecodeCommand) -> None:
+        if key in self._requests:
+            self._send(command, None)
+
     def _send(self, command: DecodeCommand, request: _Request | None) -> None:
         self._outbound.append((command, request))
         self._has_outbound.set()
 
     def _fail_all(self, reason: str) -> None:
         """The stream is gone: the worker has released its side, or will when it notices."""
+        self._pacer.cancel()
+        self._give_out()
         self._outbound.clear()
         self._unsent_admits = 0
         requests, self._requests = self._requests, {}

@@ -1,15 +1,17 @@
 """Drives one request over the cluster, from admission to its receipt.
 
 Life of a request:
-1. Take a place (bounded), or wait for one in a bounded queue.
+1. Take a place (bounded), or wait for one in a bounded, fair queue (`placing.py`).
 2. Plan: the policy picks workers from what is known this moment; places on both are taken in the same instant.
 3. Attempt (`attempt.py`): admit on decode, prefill into its ticket, give out tokens in order.
 4. Receipt: both workers' halves and the router's times, checked against each other (`proof.py`), kept for a while. A
    request that got a place and failed leaves one too.
 
 Failure exits:
-* no place and a full queue: OVERLOADED at once. No decode worker: UNAVAILABLE at once.
+* no place, and a queue that is full or too long for the deadline: OVERLOADED at once. No decode worker: UNAVAILABLE
+  at once.
 * a worker has no room: wait in line for a sign of room, then 2 again; OVERLOADED when that takes too long.
+* a decode worker drains: the answer moves to another one with its KV, if one has room (`course.py`).
 * a worker is lost or the hand-off fails: 2 again, avoiding whom to blame, with the tokens given out so far appended
   to the prompt. The text goes on unchanged: noise depends on positions, not on workers. Bounded by attempts per
   request and by a budget over all requests; then the failure is the caller's.
@@ -20,6 +22,7 @@ Failure exits:
 """
 
 import asyncio
+import functools
 import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -27,40 +30,31 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from kv_cache.layout import KVCacheLayout
-from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, KVReceipt, TokenOutput
+from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, KVReceipt, PromptTokenLogprob, TokenOutput
 from kvferry_rpc.internal_pb2 import Register
 from router import receipts
-from router.admission import RETRY_AFTER_MS, Admission, RoomQueue
-from router.attempt import Attempt, AttemptFailed, Work
+from router.admission import Seat
+from router.attempt import Attempt, AttemptFailed
+from router.course import Course, Moves
+from router.dispatch_limits import DispatchLimits
 from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd
-from router.metrics import RequestMeter, RouterMetrics
+from router.latency_metrics import RequestMeter
+from router.live_requests import LiveRequest, LiveRequests
+from router.metrics import RouterMetrics
 from router.placement import Placement, Side
-from router.policy import NoPlan, Plan, RequestShape, choose
+from router.placing import Placing
+from router.policy import NoPlan, Plan, RequestShape
+from router.prefill_call import PrefillCall
 from router.proof import Clause, HandoffRules, StrictRefusal, check_whole
 from router.receipts import AttemptRecord, ReceiptStore
-from router.retry import MAX_ATTEMPTS, RetryBudget, backoff_s, is_retriable
+from router.retry import MAX_ATTEMPTS, MAX_FAILURES, RetryBudget, backoff_s, is_retriable
+from router.work import Work, wants_prompt_logprobs, without_prompt_logprobs
 from router.worker_links import WorkerLinks
 from router.worker_registry import WorkerRegistry
 from runtime.clock import Clock
 from runtime.errors import KvferryError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchLimits:
-    """Bounds of the dispatcher. Tokens are prompt tokens; `max_room_wait_s` is how long a request may wait for room
-    on a worker. `strict_handoff`: every prompt comes from a prefill worker, provably, or the request fails;
-    `require_transports`: over one of these, if any are named. `reuse_decode_kv`: prefill workers may pull what decode
-    workers have cached."""
-
-    max_in_flight: int = 256
-    max_queued: int = 1024
-    max_queued_tokens: int = 4_000_000
-    max_room_wait_s: float = 120.0
-    strict_handoff: bool = False
-    require_transports: tuple[str, ...] = ()
-    reuse_decode_kv: bool = True
 
 
 @dataclass(slots=True)
@@ -70,15 +64,17 @@ class _Run:
     request: GenerationRequest
     arrived_at: float
     meter: RequestMeter
-    output: list[int] = field(default_factory=list)  # Token ids given out so far.
+    live: LiveRequest
+    output: list[int]  # Token ids given out so far.
     # Of prompt and output, as far as they were needed.
     block_hashes: dict[KVCacheLayout, list[bytes]] = field(default_factory=dict)
     attempts: int = 0
-    attempt: Attempt | None = None  # The last one.
-    failures: int = 0  # Attempts that failed for another reason than want of room.
+    course: Course | None = None  # The last one.
+    # Attempts that failed for another reason than want of room: in a row without a token, and in all.
+    failures: int = 0
+    failures_in_all: int = 0
     failure_lines: list[str] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
-    waiting_since: float | None = None  # When it began to wait for room; None once it has got tokens.
     computed_before: bool = False
 
 
@@ -107,12 +103,13 @@ class Dispatcher:
         self._clock = clock
         self._rng = rng
         self._eos_token_ids = eos_token_ids
-        self._admission = Admission(limits.max_in_flight, limits.max_queued, limits.max_queued_tokens)
-        self._room = RoomQueue()
+        self._placing = Placing(registry, limits.placing, clock, metrics.shed)
+        self._admission = self._placing.admission
         self._budget = RetryBudget(limits.max_in_flight, clock)
-        self._turn = 0
+        self._moves = Moves(clock, registry.is_draining, lambda outcome: metrics.migrations.labels(outcome).inc())
+        self.live = LiveRequests(clock, self._admission.ahead)
         registry.subscribe(self)
-        metrics.watch(registry, self._admission, self._room)
+        metrics.watch(registry, self._admission)
 
     @property
     def in_flight(self) -> int:
@@ -122,7 +119,7 @@ class Dispatcher:
     @property
     def queued(self) -> int:
         """Of those in flight, the ones that wait for a place or for room on a worker."""
-        return self._admission.queued + len(self._room)
+        return self._admission.queued + self._admission.resuming
 
     async def wait_idle(self) -> None:
         """Return when no request is in flight. The caller sets the deadline."""
@@ -135,24 +132,30 @@ class Dispatcher:
         has what it wanted throws EnoughTokens instead, and gets the TokenEnd.
         """
         end: TokenEnd | None = None
-        with self._metrics.request() as meter:
-            run = _Run(request, self._clock.now(), meter)
+        output: list[int] = []
+        with (
+            self._metrics.request(self._placing.slo_class(request.slo), request.tenant) as meter,
+            self.live.request(request, arrived_at := self._clock.now(), output) as live,
+        ):
+            run = _Run(request, arrived_at, meter, live, output)
             self._budget.deposit()
-            async with self._place(run):
+            async with self._place(run) as seat:
                 while end is None:
-                    run.attempt = attempt = await self._next_attempt(run)
+                    run.course = course = await self._next_course(run, seat)
+                    live.begun(course)
                     try:
-                        async with attempt:
+                        async with course:
                             reason = None
                             try:
-                                while (batch := await attempt.next_batch()) is not None:
+                                while (batch := await course.next_batch()) is not None:
                                     self._note(run, batch)
-                                    yield TokenBatch(batch)
+                                    self._placing.generated(seat, len(batch))
+                                    yield TokenBatch(batch, _prompt_logprobs(run, course))
                             except EnoughTokens:
                                 reason = FinishReason.STOP
-                            end = self._end(run, await attempt.finish(), reason)
+                            end = self._end(run, await course.finish(), reason)
                     except AttemptFailed as failure:
-                        end = await self._after_failure(run, attempt, failure)
+                        end = await self._after_failure(run, course, failure)
         # Behind the block: whoever has the end may close the iterator, and that is no cancellation.
         yield end
 
@@ -162,96 +165,117 @@ class Dispatcher:
         """Nothing yet: `room_changed` follows."""
 
     def worker_detached(self, register: Register) -> None:
-        self._room.wake_all()
+        self._placing.worker_left(register.worker_id)
+        if self._placing.nobody_left(allow_local=not self._limits.strict_handoff) is None:
+            self._admission.room_changed()
+        else:
+            self._admission.fail_waiting(lambda: self._unavailable("the last worker that could serve it is gone"))
 
     def room_changed(self) -> None:
-        self._room.wake()
+        self._admission.room_changed()
 
     # ---- planning ----
 
-    async def _next_attempt(self, run: _Run) -> Attempt:
+    async def _next_course(self, run: _Run, seat: Seat) -> Course:
         """Place the request, waiting for room while every suitable worker is full. Raises KvferryError."""
-        if len(self._room) and run.waiting_since is None:
-            await self._wait_for_room(run)
-        while isinstance(plan := self._plan(run), NoPlan):
+        while isinstance(plan := self._placing.plan(seat, self._shape(run)), NoPlan):
             if not plan.may_wait:
                 raise self._cannot_place(run, plan)
-            await self._wait_for_room(run)
+            await self._admission.wait_for_room(seat, begun=bool(run.output))
         run.attempts += 1
         work = Work(run.request, run.attempts, tuple(run.output), run.arrived_at)
         placement = Placement(self._registry, plan, len(run.request.prompt_token_ids) + len(run.output))
-        stub = self._links.prefill_stub(plan.prefill_worker) if plan.prefill_worker else None
+        link = self._links.prefill_link(plan.prefill_worker) if plan.prefill_worker else None
         session = self._links.decode_session(plan.decode_worker)
         source = self._links.decode_session(plan.source.worker_id) if plan.source else None
-        return Attempt(work, placement, session, stub, source, self._clock, self._room.wake, self._rules)
+        send = PrefillCall(work, placement, link, source, self._clock).run if plan.prefill_worker else None
+        on_taken = functools.partial(self._admission.taken, seat)
+        attempt = Attempt(work, placement, session, send, self._clock, on_taken, self._rules)
+        return Course(attempt, self._moves, lambda leaving: self._successor(run, seat, leaving))
 
-    def _plan(self, run: _Run) -> Plan | NoPlan:
-        if not self._registry.hashers:
-            return NoPlan("decode", False, "no worker is attached")
+    def _successor(self, run: _Run, seat: Seat, leaving: Attempt) -> Attempt | None:
+        """Where the answer goes on, which stands still with all that `run` has of it. None = nowhere, now."""
+        plan = self._placing.plan_successor(seat, leaving.plan.decode_worker, self._shape(run))
+        if plan is None:
+            return None
+        run.attempts += 1
+        work = Work(run.request, run.attempts, tuple(run.output), run.arrived_at, moves=True)
+        placement = Placement(self._registry, plan, 0, moves=True)
+        session = self._links.decode_session(plan.decode_worker)
+        on_taken = functools.partial(self._admission.taken, seat)
+        return Attempt(work, placement, session, leaving.hand_over, self._clock, on_taken, self._rules)
+
+    def _shape(self, run: _Run) -> RequestShape:
         tokens = (*run.request.prompt_token_ids, *run.output)
-        names = {}
+        names: dict[KVCacheLayout, list[bytes]] = {}
         for layout, hasher in self._registry.hashers.items():
-            names[layout] = run.block_hashes.setdefault(layout, [])
-            hasher.extend(names[layout], tokens, run.request.cache_salt)
-        shape = RequestShape(
+            names[layout] = []
+            # Who scores a prompt computes all of it: what is cached spares nothing, and nothing is pulled.
+            if not wants_prompt_logprobs(run.request):
+                names[layout] = run.block_hashes.setdefault(layout, [])
+                hasher.extend(names[layout], tokens, run.request.cache_salt)
+        return RequestShape(
             num_tokens=len(tokens),
             block_hashes=names,
             avoid=frozenset(run.avoid),
             allow_local=not self._limits.strict_handoff,
             allow_pull=self._limits.reuse_decode_kv,
         )
-        self._turn += 1
-        return choose(self._registry.cluster_load(), shape, self._turn)
 
     def _cannot_place(self, run: _Run, plan: NoPlan) -> KvferryError:
         message = "; ".join([plan.reason, *run.failure_lines[-1:]])
         if plan.role == "prefill":
-            return StrictRefusal(Clause.LOCAL_PREFILL, message, retry_after_ms=RETRY_AFTER_MS)
-        return KvferryError(ErrorCode.UNAVAILABLE, message, retry_after_ms=RETRY_AFTER_MS)
+            return StrictRefusal(Clause.LOCAL_PREFILL, message, retry_after_ms=self._admission.retry_after_ms())
+        return self._unavailable(message)
 
-    async def _wait_for_room(self, run: _Run) -> None:
-        """Wait for a sign of room. Raises KvferryError when that takes too long."""
-        now = self._clock.now()
-        run.waiting_since = run.waiting_since or now
-        patience_s = run.waiting_since + self._limits.max_room_wait_s - now
-        if await self._room.wait(min(patience_s, self._remaining_s(run)), run.arrived_at):
-            return
-        self._remaining_s(run)
-        waited = f"no worker had room for {self._limits.max_room_wait_s:g} s"
-        raise KvferryError(ErrorCode.OVERLOADED, waited, retry_after_ms=RETRY_AFTER_MS)
+    def _unavailable(self, message: str) -> KvferryError:
+        return KvferryError(ErrorCode.UNAVAILABLE, message, retry_after_ms=self._admission.retry_after_ms())
 
     # ---- ends ----
 
     def _note(self, run: _Run, batch: tuple[TokenOutput, ...]) -> None:
-        run.waiting_since = None
         run.output.extend(token.token_id for token in batch)
         run.meter.tokens(len(batch))
 
-    async def _after_failure(self, run: _Run, attempt: Attempt, failure: AttemptFailed) -> TokenEnd | None:
+    async def _after_failure(self, run: _Run, course: Course, failure: AttemptFailed) -> TokenEnd | None:
         """Get ready for another attempt, or raise the failure. A TokenEnd when the answer was complete already."""
         error = failure.error
         run.failure_lines.append(f"attempt {run.attempts}: {error.code_name}: {error.message}")
         if error.code == ErrorCode.OVERLOADED:
+            run.live.attempt_failed()
             # The worker is marked full: the next plan takes another, or waits, or finds that all are gone.
-            run.waiting_since = run.waiting_since or self._clock.now()
             return None
-        run.computed_before = run.computed_before or attempt.was_taken
-        record = attempt.record()
+        run.computed_before = run.computed_before or course.was_taken
+        record = course.record()
         if record.plan.prefill_worker is not None:
             self._metrics.handoff_failed()
+        self._note_failing(course.plan, failure)
         if not is_retriable(error):
             raise error
         if (reason := self._reason_to_end(run)) is not None:
             return self._end(run, record, reason)
-        run.failures += 1
-        if run.failures >= MAX_ATTEMPTS or not self._budget.withdraw():
+        run.failures = 1 if course.brought_tokens else run.failures + 1
+        run.failures_in_all += 1
+        if run.failures >= MAX_ATTEMPTS or run.failures_in_all >= MAX_FAILURES or not self._budget.withdraw():
             raise error
         self._metrics.retries.inc()
+        run.live.attempt_failed()
         extra = {"request_id": run.request.request_id}
         _log.warning("trying again after %d tokens: %s", len(run.output), run.failure_lines[-1], extra=extra)
         await asyncio.sleep(min(backoff_s(run.failures, self._rng), self._remaining_s(run)))
-        run.avoid |= self._blame(record.plan, failure)
+        run.avoid |= self._blame(course.plan, failure)
         return None
+
+    def _note_failing(self, plan: Plan, failure: AttemptFailed) -> None:
+        """Count it against the worker that failed; of a hand-off either end may be at fault."""
+        code, workers = failure.error.code, {plan.decode_worker, plan.prefill_worker}
+        if code in (ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL):
+            workers = {plan.decode_worker if failure.side is Side.DECODE else plan.prefill_worker}
+        elif code != ErrorCode.HANDOFF_FAILED:
+            return
+        for worker_id in workers:
+            if worker_id is not None:
+                self._registry.failed(worker_id, self._rng.random())
 
     def _blame(self, plan: Plan, failure: AttemptFailed) -> set[str]:
         """The workers to avoid after a failure. Asked a moment later, when it has shown who is gone."""
@@ -287,31 +311,40 @@ class Dispatcher:
         record = replace(record, computed_before=run.computed_before)
         request_id, prompt_tokens = run.request.request_id, len(run.request.prompt_token_ids)
         check_whole(self._rules, record)
+        for worker_id in receipts.workers(record):
+            self._registry.succeeded(worker_id)
         receipt = receipts.merge(request_id, prompt_tokens, record, run.failure_lines)
-        self._store.put(receipt)
+        cached_tokens = receipts.cached_tokens(record, prompt_tokens)
+        self._store.put(receipt, run.request.tenant)
+        run.live.left_receipt(receipt, cached_tokens)
         self._metrics.handoff_committed(receipt, self._rules)
-        run.meter.finished(receipt)
+        run.meter.finished(receipt, cached_tokens)
+        self._placing.finished(run.request, len(run.output))
         return TokenEnd(
             reason=reason or (record.decode_done.reason if record.decode_done else FinishReason.STOP),
             prompt_tokens=prompt_tokens,
             completion_tokens=len(run.output),
-            cached_tokens=receipts.cached_tokens(record, prompt_tokens),
+            cached_tokens=cached_tokens,
             receipt=receipt,
         )
 
     @asynccontextmanager
-    async def _place(self, run: _Run) -> AsyncIterator[None]:
+    async def _place(self, run: _Run) -> AsyncIterator[Seat]:
         """A place among the requests that run. If what is done in it fails, or the caller leaves, a receipt says what
         is known. Raises KvferryError when there is no place."""
-        async with self._admission.place(len(run.request.prompt_token_ids), self._remaining_s(run)):
+        self._remaining_s(run)
+        cached = lambda worker_id: self._registry.cached_prefix_tokens(worker_id, self._shape(run))  # noqa: E731
+        async with self._placing.seat(run.request, run.arrived_at, cached) as seat:
             try:
-                yield
+                yield seat
             except BaseException as error:
                 if isinstance(error, StrictRefusal):
                     self._metrics.strict_refusal(error.clause)
                 if isinstance(error, KvferryError) and error.code in (ErrorCode.INTERNAL, ErrorCode.HANDOFF_FAILED):
                     _log.error("no answer: %s", error.message, extra={"request_id": run.request.request_id})
-                self._store.put(self._failed_receipt(run, error))
+                receipt = self._failed_receipt(run, error)
+                self._store.put(receipt, run.request.tenant)
+                run.live.left_receipt(receipt)
                 raise
 
     def _failed_receipt(self, run: _Run, error: BaseException) -> KVReceipt:
@@ -326,13 +359,21 @@ class Dispatcher:
             line = lines.pop()
         lines.append(receipts.FINAL_FAILURE + line)
         request_id, prompt_tokens = run.request.request_id, len(run.request.prompt_token_ids)
-        if run.attempt is None:
+        if run.course is None:
             waited_ms = (self._clock.now() - run.arrived_at) * 1000
             return receipts.unplaced(request_id, prompt_tokens, waited_ms, lines)
-        return receipts.merge(request_id, prompt_tokens, run.attempt.record(), lines)
+        return receipts.merge(request_id, prompt_tokens, run.course.record(), lines)
 
     def _remaining_s(self, run: _Run) -> float:
         remaining_s = run.request.deadline - self._clock.now()
         if remaining_s <= 0:
             raise KvferryError(ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed")
         return remaining_s
+
+
+def _prompt_logprobs(run: _Run, course: Course) -> tuple[PromptTokenLogprob, ...]:
+    """Those of the whole prompt, with its first batch; later attempts, and moves, are not asked for them again."""
+    if not wants_prompt_logprobs(run.request):
+        return ()
+    run.request = without_prompt_logprobs(run.request)
+    return course.take_prompt_logprobs()

@@ -22,16 +22,17 @@ class Placement:
     is still held; the prefill worker's place is given back earlier, when its call ends.
     """
 
-    def __init__(self, registry: WorkerRegistry, plan: Plan, num_tokens: int) -> None:
-        """Raises KvferryError (UNAVAILABLE) when a worker of the plan is not attached."""
+    def __init__(self, registry: WorkerRegistry, plan: Plan, num_tokens: int, *, moves: bool = False) -> None:
+        """`moves`: nothing is computed; in the prefill worker's place is one that has the KV, and no place is taken on
+        it. Raises KvferryError (UNAVAILABLE) when a worker of the plan is not attached."""
         self.plan = plan
         self._decode_stack = ExitStack()
         self._prefill_stack = ExitStack()
         is_local = plan.prefill_worker is None
-        lease = registry.lease(plan.decode_worker, num_tokens if is_local else 0)
+        lease = registry.lease(plan.decode_worker, num_tokens if is_local and not moves else 0)
         self.decode: WorkerLease = self._decode_stack.enter_context(lease)
         self.prefill: WorkerLease | None = None
-        if plan.prefill_worker is not None:
+        if plan.prefill_worker is not None and not moves:
             try:
                 lease = registry.lease(plan.prefill_worker, num_tokens)
                 self.prefill = self._prefill_stack.enter_context(lease)

@@ -23,10 +23,12 @@ MIN_PULL_BLOCKS = 2
 
 
 class Health(Enum):
-    """READY takes work; STALLED only when nothing better is there; DRAINING never."""
+    """READY takes work; STALLED and FAILING (it reports well, but its requests fail) only when nothing better is there;
+    DRAINING never."""
 
     READY = "ready"
     STALLED = "stalled"
+    FAILING = "failing"
     DRAINING = "draining"
 
 
@@ -64,7 +66,8 @@ class RequestShape:
 
     `block_hashes` names the full blocks of the prompt in order, for each layout that a worker has. `avoid` holds
     workers that failed this request already: they are taken only when no other is left. Without `allow_local` a
-    prefill worker is always used, without `allow_pull` nothing is pulled from a decode worker.
+    prefill worker is always used, without `allow_pull` nothing is pulled from a decode worker. `crowded` names decode
+    workers that probably could not hold it to its end without preempting others (`forecast.py`): the others come first.
     """
 
     num_tokens: int
@@ -72,6 +75,7 @@ class RequestShape:
     avoid: frozenset[str] = frozenset()
     allow_local: bool = True
     allow_pull: bool = True
+    crowded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,24 @@ def choose(cluster: ClusterLoad, request: RequestShape, turn: int) -> Plan | NoP
     return Plan(decode.worker_id, prefill.worker_id, reason, source)
 
 
+def choose_successor(cluster: ClusterLoad, leaving: str, request: RequestShape, turn: int) -> Plan | None:
+    """Where an answer goes on that is to leave a decode worker, with its KV: the cheapest worker that is ready and has
+    the same kind of blocks, and room. None = there is none. The plan has the one it leaves as its prefill worker."""
+    layout = next((worker.layout for worker in cluster.decode if worker.worker_id == leaving), None)
+    suitable = [
+        worker
+        for worker in cluster.decode
+        if worker.health is Health.READY
+        and worker.worker_id not in (request.avoid | {leaving})
+        and worker.layout == layout
+        and _fits(worker, request)
+    ]
+    chosen = _cheapest(suitable, request, turn, _decode_cost) if suitable else None
+    if chosen is None:
+        return None
+    return Plan(chosen.worker_id, leaving, f"moved: {leaving} drains; {_explain(chosen, request)}")
+
+
 def cached_prefix_tokens(worker: WorkerLoad, request: RequestShape) -> int:
     """Prompt tokens that the worker probably need not compute: whole blocks, and always fewer than the prompt has."""
     block_size, hashes = worker.layout.block_size, request.block_hashes[worker.layout]
@@ -162,7 +184,8 @@ def _source_for(
 
 def _best_tier(workers: Sequence[WorkerLoad], avoid: frozenset[str], *, last_resort: bool) -> list[WorkerLoad]:
     """The workers of the best kind there is. Without `last_resort` only ready ones that did not fail the request."""
-    tiers = [(Health.READY, False), (Health.READY, True), (Health.STALLED, False), (Health.STALLED, True)]
+    order = (Health.READY, Health.FAILING, Health.STALLED)
+    tiers = [(health, avoided) for health in order for avoided in (False, True)]
     for health, avoided in tiers if last_resort else tiers[:1]:
         tier = [w for w in workers if w.health is health and (w.worker_id in avoid) is avoided]
         if tier:
@@ -173,11 +196,12 @@ def _best_tier(workers: Sequence[WorkerLoad], avoid: frozenset[str], *, last_res
 def _cheapest(
     workers: list[WorkerLoad], request: RequestShape, turn: int, cost: Callable[[WorkerLoad, RequestShape], float]
 ) -> WorkerLoad | None:
-    """The cheapest worker that is not full, those with enough free blocks first. None when all are full."""
+    """The cheapest worker that is not full, those with room to the end and then for now first. None: all are full."""
     start = turn % len(workers)
     rotated = workers[start:] + workers[:start]
     open_workers = [worker for worker in rotated if not worker.full]
-    return min(open_workers, key=lambda w: (not _fits(w, request), cost(w, request)), default=None)
+    key = lambda w: (w.worker_id in request.crowded, not _fits(w, request), cost(w, request))  # noqa: E731
+    return min(open_workers, key=key, default=None)
 
 
 def _fits(worker: WorkerLoad, request: RequestShape) -> bool:

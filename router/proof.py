@@ -78,7 +78,9 @@ def check_so_far(rules: HandoffRules, record: AttemptRecord) -> None:
 
 
 def check_whole(rules: HandoffRules, record: AttemptRecord) -> None:
-    """As `check_so_far`, when nothing more will come: with `strict`, neither half may be missing."""
+    """As `check_so_far`, when nothing more will come: with `strict`, neither half may be missing, nor of any move."""
+    for move in record.moves:
+        check_whole(rules, move.record)
     check_so_far(rules, record)
     if not rules.strict:
         return

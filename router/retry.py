@@ -7,6 +7,9 @@ from runtime.clock import Clock
 from runtime.errors import KvferryError
 
 MAX_ATTEMPTS = 3
+"""In a row that fail without a token: an answer that got further starts to count anew."""
+MAX_FAILURES = 8
+"""Of one request in all. It may be the request that kills the workers."""
 BUDGET_RATIO = 0.1
 BUDGET_FLOOR_PER_S = 1.0
 _FIRST_BACKOFF_S = 0.02

@@ -6,29 +6,30 @@ owner in one place, so a counter can neither leak nor be reset by anything else.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kv_cache.block_hash import BlockHasher
-from kv_cache.layout import KVCacheLayout, LayoutVerdict
-from kv_transfer.convert import layout_refusal
+from kv_cache.layout import KVCacheLayout
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import KVEvents, LoadReport, Register, Role
-from router.policy import ClusterLoad, Health, WorkerLoad
+from router.breaker import Breaker, BreakerState
+from router.policy import ClusterLoad, Health, RequestShape, WorkerLoad, cached_prefix_tokens
 from router.prefix_index import Applied, PrefixIndex
+from router.registration import check_registration, refusal_between
 from runtime.clock import Clock
 from runtime.errors import KvferryError, invalid
-from runtime.membership import PROTOCOL_VERSION
 
 MAX_WORKERS = 1024
 # Workers report about four times a second, so this is some twenty reports missed in a row.
 SILENT_AFTER_S = 5.0
 STALLED_AFTER_MS = 10_000
+_DEPARTURES_KEPT = 64
 
-_MAX_WORKER_ID_CHARS = 128
-_INCARNATION_BYTES = 16
+_PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Looking them up takes longer than comparing them.
 _ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class WorkerView:
     report_age_s: float
     requests_in_flight: int
     index_blocks: int
+    breaker: BreakerState
 
     @property
     def worker_id(self) -> str:
@@ -61,6 +63,23 @@ class WorkerView:
     def role(self) -> str:
         """`prefill` or `decode`."""
         return _ROLE_NAMES[self.register.role]
+
+
+class Departure(NamedTuple):
+    """A worker that was detached at `at`, as it was the moment before."""
+
+    view: WorkerView
+    at: float
+
+
+class PoolReport(NamedTuple):
+    """A decode worker's pool as it registered and last reported it. The protobuf messages are not to be changed."""
+
+    worker_id: str
+    register: Register
+    load: LoadReport
+    reported_at: float
+    full: bool
 
 
 class RegistryListener(Protocol):
@@ -79,6 +98,7 @@ class AttachedWorker:
     """The registry's own record of one incarnation. `membership_service.py` feeds it; others see views."""
 
     __slots__ = (
+        "breaker",
         "draining",
         "full",
         "in_flight",
@@ -101,6 +121,7 @@ class AttachedWorker:
         self.reported_at = now
         self.draining = False
         self.suspect = False
+        self.breaker = Breaker()
         self.full = False
         self.in_flight = 0
         self.pending_tokens = 0
@@ -109,7 +130,7 @@ class AttachedWorker:
 class WorkerLease:
     """One request's share of a worker. Made by `WorkerRegistry.lease`; event-loop thread only."""
 
-    __slots__ = ("_pending_tokens", "_worker", "was_refused")
+    __slots__ = ("_pending_tokens", "_worker", "is_probe", "was_refused")
 
     def __init__(self, worker: AttachedWorker, pending_tokens: int) -> None:
         self.was_refused = False
@@ -117,6 +138,7 @@ class WorkerLease:
         self._pending_tokens = pending_tokens
         worker.in_flight += 1
         worker.pending_tokens += pending_tokens
+        self.is_probe = worker.breaker.entered()
 
     def computed(self) -> None:
         """The prompt is computed: its tokens no longer wait there. Idempotent."""
@@ -135,6 +157,7 @@ class WorkerRegistry:
         self._clock = clock
         self._silent_after_s = silent_after_s
         self._workers: dict[str, AttachedWorker] = {}
+        self._departures: deque[Departure] = deque(maxlen=_DEPARTURES_KEPT)
         self._listeners: list[RegistryListener] = []
         self._hashers: dict[KVCacheLayout, BlockHasher] = {}
 
@@ -150,7 +173,7 @@ class WorkerRegistry:
         `on_replaced` is called when, one day, a later one takes this worker's place.
         Raises KvferryError (INVALID_REQUEST, naming both values when it does not match the others; OVERLOADED).
         """
-        layout = _check_registration(register)
+        layout = check_registration(register)
         self._check_agrees(register, layout)
         earlier = self._workers.get(register.worker_id)
         if earlier is None and len(self._workers) >= MAX_WORKERS:
@@ -172,6 +195,7 @@ class WorkerRegistry:
         """Forget a worker and its index at once. Idempotent; a replaced worker's late end changes nothing."""
         if not self.is_current(worker):
             return
+        self._departures.append(Departure(self._view(worker), self._clock.now()))
         del self._workers[worker.register.worker_id]
         if not any(other.layout == worker.layout for other in self._workers.values()):
             self._hashers.pop(worker.layout, None)
@@ -217,6 +241,7 @@ class WorkerRegistry:
             yield lease
         finally:
             lease.computed()
+            worker.breaker.left(lease.is_probe)
             worker.in_flight -= 1
             worker.full = lease.was_refused
             if not lease.was_refused:
@@ -227,19 +252,58 @@ class WorkerRegistry:
         if worker_id in self._workers:
             self._workers[worker_id].suspect = True
 
+    def failed(self, worker_id: str, jitter: float) -> None:
+        """The worker is to blame for the failure of a request. `jitter`: a random number, 0 to 1."""
+        if worker_id in self._workers:
+            self._workers[worker_id].breaker.failed(self._clock.now(), jitter)
+
+    def succeeded(self, worker_id: str) -> None:
+        """The worker did its part of a request."""
+        if worker_id in self._workers:
+            self._workers[worker_id].breaker.succeeded()
+
     # ---- reading ----
+
+    def is_draining(self, worker_id: str) -> bool:
+        """Whether an attached worker wants to leave."""
+        return worker_id in self._workers and self._workers[worker_id].draining
 
     def cluster_load(self) -> ClusterLoad:
         """What the policy decides on. Valid until the next await: the block sets are live."""
         workers = self._workers.values()
         return ClusterLoad(
-            prefill=tuple(self._policy_view(w) for w in workers if w.register.role == Role.PREFILL),
-            decode=tuple(self._policy_view(w) for w in workers if w.register.role == Role.DECODE),
+            prefill=tuple(self._policy_view(w) for w in workers if w.register.role == _PREFILL),
+            decode=tuple(self._policy_view(w) for w in workers if w.register.role == _DECODE),
         )
 
     def views(self) -> list[WorkerView]:
         """All attached workers, in the order of their ids."""
         return [self._view(self._workers[worker_id]) for worker_id in sorted(self._workers)]
+
+    def departures(self) -> tuple[Departure, ...]:
+        """The last workers that were detached, the oldest first; one of them may be back."""
+        return tuple(self._departures)
+
+    def decode_pools(self) -> Iterator[PoolReport]:
+        """Of the decode workers that new work goes to: the ready ones; if there are none, all that do not drain."""
+        any_ready = False
+        for worker in self._workers.values():
+            if worker.register.role == _DECODE and self._health(worker) is Health.READY:
+                any_ready = True
+                yield _pool_report(worker)
+        for worker in () if any_ready else self._workers.values():
+            if worker.register.role == _DECODE and not worker.draining:
+                yield _pool_report(worker)
+
+    def reported_at(self, worker_id: str) -> float | None:
+        """When the worker reported last, or attached; None when it is gone."""
+        worker = self._workers.get(worker_id)
+        return worker.reported_at if worker else None
+
+    def cached_prefix_tokens(self, worker_id: str, request: RequestShape) -> int:
+        """Tokens of the prompt that the worker probably has cached; 0 when it is gone."""
+        worker = self._workers.get(worker_id)
+        return cached_prefix_tokens(self._policy_view(worker), request) if worker else 0
 
     def registration(self, worker_id: str) -> Register | None:
         """How an attached worker registered; None when it is gone."""
@@ -261,9 +325,9 @@ class WorkerRegistry:
 
     @property
     def ready(self) -> bool:
-        """Whether a decode worker is attached and healthy: what readiness probes ask."""
+        """Whether a decode worker is attached and would be used: what readiness probes ask."""
         return any(
-            worker.register.role == Role.DECODE and self._health(worker) is Health.READY
+            worker.register.role == Role.DECODE and self._health(worker) in (Health.READY, Health.FAILING)
             for worker in self._workers.values()
         )
 
@@ -274,7 +338,7 @@ class WorkerRegistry:
             other = worker.register
             if other.worker_id == register.worker_id:
                 continue
-            if reason := _refusal(register, layout, worker):
+            if reason := refusal_between(register, layout, other, worker.layout):
                 raise invalid("layout", f"of {register.worker_id} does not go with {other.worker_id}: {reason}")
             if register.vocab_size != other.vocab_size:
                 sizes = f"is {register.vocab_size} on {register.worker_id} and {other.vocab_size} on {other.worker_id}"
@@ -290,7 +354,7 @@ class WorkerRegistry:
         silent = self._clock.now() - worker.reported_at > self._silent_after_s
         if silent or worker.suspect or worker.load.engine_stalled_ms > STALLED_AFTER_MS:
             return Health.STALLED
-        return Health.READY
+        return Health.READY if worker.breaker.lets_through(self._clock.now()) else Health.FAILING
 
     def _policy_view(self, worker: AttachedWorker) -> WorkerLoad:
         load = worker.load
@@ -315,36 +379,9 @@ class WorkerRegistry:
             report_age_s=self._clock.now() - worker.reported_at,
             requests_in_flight=worker.in_flight,
             index_blocks=len(worker.index.blocks),
+            breaker=worker.breaker.state(self._clock.now()),
         )
 
 
-def _refusal(register: Register, layout: KVCacheLayout, other: AttachedWorker) -> str:
-    """Why a worker does not go with one that is attached; empty if it does.
-
-    What a prefill worker computes must fit every decode worker, be it after a conversion. Two of one role never
-    exchange blocks, but must be of one model.
-    """
-    if register.role != other.register.role:
-        prefill_first = register.role == Role.PREFILL
-        return layout_refusal(*((layout, other.layout) if prefill_first else (other.layout, layout)))
-    match = layout.compare(other.layout)
-    return str(match) if match.verdict is LayoutVerdict.REFUSED else ""
-
-
-def _check_registration(register: Register) -> KVCacheLayout:
-    """The layout of a sane registration. Raises KvferryError (INVALID_REQUEST) naming the field."""
-    if register.protocol_version != PROTOCOL_VERSION:
-        raise invalid("protocol_version", f"is {register.protocol_version} there and {PROTOCOL_VERSION} here")
-    if not 1 <= len(register.worker_id) <= _MAX_WORKER_ID_CHARS or not register.worker_id.isprintable():
-        raise invalid("worker_id", f"must be 1 to {_MAX_WORKER_ID_CHARS} printable characters")
-    if len(register.incarnation) != _INCARNATION_BYTES:
-        raise invalid("incarnation", f"must have {_INCARNATION_BYTES} bytes, not {len(register.incarnation)}")
-    if register.role not in _ROLE_NAMES:
-        raise invalid("role", "must be PREFILL or DECODE")
-    for field in ("address", "num_blocks", "max_context_tokens", "vocab_size"):
-        if not getattr(register, field):
-            raise invalid(field, "must be set")
-    try:
-        return KVCacheLayout.from_proto(register.layout)
-    except ValueError as error:
-        raise invalid("layout", f"makes no sense: {error}") from error
+def _pool_report(worker: AttachedWorker) -> PoolReport:
+    return PoolReport(worker.register.worker_id, worker.register, worker.load, worker.reported_at, worker.full)

@@ -10,6 +10,8 @@ from bench.common.failover_cast import End
 from bench.common.failover_messages import PREFILL, Happened, Setup
 from bench.common.failover_pool import Pool
 from bench.common.failover_round import Story
+from bench.common.failover_streams import Heard, Loss, StreamRounds, _take
+from bench.common.failover_streams import Tally as StreamTally
 
 LAYOUT = failover.LAYOUT
 SENDER, RECEIVER = cast(End, object()), cast(End, object())
@@ -115,3 +117,44 @@ def test_a_round_with_a_killed_decode_process_loses_nothing(capsys: pytest.Captu
     counts = {line["metric"]: line["value"] for line in lines if line["unit"] != "ms"}
     assert counts == {"wrong_answers": 0, "hangs": 0, "leaked_blocks": 0}
     assert {line["variant"] for line in lines} == {"tcp:SIGKILL:decode"}
+
+
+def heard(
+    *, text: str = "abc", error: str = "", gaps_s: tuple[float, ...] = (0.1, 0.01, 0.02), **receipt: object
+) -> Heard:
+    return Heard(text, "" if error else "length", error, list(gaps_s), list(range(len(gaps_s))), dict(receipt))
+
+
+def test_a_stream_counts_as_equal_only_with_its_text_and_its_end() -> None:
+    tally = StreamTally()
+    rounds = StreamRounds.__new__(StreamRounds)
+    for after in (heard(), heard(text="abd"), heard(text="ab"), heard(error="lost")):
+        rounds._count(heard(), after, tally)
+    assert (tally.streams, tally.equal, tally.errors) == (4, 1, 1)
+    assert len(tally.wrong) == 3
+
+
+def test_a_stream_was_disturbed_if_its_receipt_says_so() -> None:
+    assert not heard(earlier_failures=[], migrations=[]).was_disturbed
+    assert heard(earlier_failures=["attempt 1: lost"]).was_disturbed
+    assert heard(migrations=[{}]).moved
+
+
+def test_what_a_loss_added_stands_beside_a_new_request() -> None:
+    losses = [Loss(0.010 * number, 0.020 * number, moved=False) for number in range(1, 11)]
+    line = failover.added_line(0.5, "decode:SIGKILL", losses, 1)
+    assert (line.metric, line.baseline, line.n) == ("added_ms_p50", "full_recompute", 10)
+    assert line.value == pytest.approx(55.0)
+    assert line.ratio == pytest.approx(2.0)
+    assert failover.added_line(0.99, "decode:SIGKILL", losses, 1).metric == "added_ms_p99"
+
+
+def test_a_line_of_the_event_stream_adds_its_text_and_the_wait_for_it() -> None:
+    got, last = Heard(), 0.0
+    last = _take('data: {"choices": [{"text": "ab", "finish_reason": null}]}', got, last)
+    last = _take('data: {"choices": [{"text": "", "finish_reason": "stop"}], "kv_receipt": {"attempt": 2}}', got, last)
+    assert _take("data: [DONE]", got, last) == last
+    assert (got.text, got.reason, got.chars, len(got.gaps_s)) == ("ab", "stop", [0], 1)
+    assert got.receipt == {"attempt": 2}
+    _take('data: {"error": {"message": "gone"}}', got, last)
+    assert got.error == "gone"

@@ -10,9 +10,12 @@ import pytest
 from kvferry_rpc.common_pb2 import Error, ErrorCode, FinishReason, SamplingParams, TokenOutput
 from kvferry_rpc.internal_pb2 import (
     Admit,
+    DecodeCommand,
     DecodeDone,
     DecodeEvent,
     HandoffVerified,
+    HandOver,
+    Paused,
     PrefillDone,
     PrefillEvent,
     Register,
@@ -24,7 +27,8 @@ from router.inbox import Inbox
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from runtime.grpc_life import channel
-from tests.support.fake_workers import SECRET, Fabric, FakeDecode, continuation
+from tests.support.fake_model import continuation
+from tests.support.fake_workers import SECRET, Fabric, FakeDecode
 
 CLOCK = ManualClock()
 
@@ -147,10 +151,52 @@ def admit(request_id: str, attempt: int = 1, max_tokens: int = 4) -> Admit:
     )
 
 
+def test_the_token_that_a_move_repeats_is_not_given_out_again_but_compared() -> None:
+    inbox = Inbox(4, CLOCK, first_token_id=5)
+    inbox.put_decode(decode_tokens(4, 5))
+    assert taken(inbox) == [5]
+    assert inbox.decode_failure is None
+    inbox = Inbox(4, CLOCK, first_token_id=6)
+    inbox.put_decode(decode_tokens(4))
+    assert inbox.decode_failure is not None
+    assert "disagree" in inbox.decode_failure.message
+
+
+def test_a_pause_and_its_refusal_and_the_end_by_a_move_are_kept() -> None:
+    inbox = Inbox(0, CLOCK)
+    inbox.put_decode(DecodeEvent(paused=Paused()))
+    assert inbox.is_paused
+    inbox.put_decode(DecodeEvent(resumed=Error(code=ErrorCode.HANDOFF_FAILED, message="not now")))
+    assert not inbox.is_paused
+    assert inbox.refusal_to_pause is not None
+    inbox.put_decode(DecodeEvent(handed_over=PrefillDone(blocks_sent=3)))
+    assert inbox.handed_over is not None
+    assert inbox.decode_failure is None
+
+
+class SteppingDecode(FakeDecode):
+    """Answers every step of a move as if it could be done."""
+
+    def __init__(self, worker_id: str, fabric: Fabric) -> None:
+        super().__init__(worker_id, fabric)
+        self.steps: list[str] = []
+        self.move = self._step
+
+    async def _step(self, command: DecodeCommand, outbox: "asyncio.Queue[DecodeEvent | None]") -> None:
+        kind = str(command.WhichOneof("kind"))
+        self.steps.append(kind)
+        names = {"request_id": "r", "attempt": 1}
+        if kind == "pause":
+            outbox.put_nowait(DecodeEvent(**names, paused=Paused()))
+        elif kind == "hand_over":
+            outbox.put_nowait(DecodeEvent(**names, handed_over=PrefillDone()))
+        await self._note()
+
+
 class Harness:
     """One fake worker and a session with it."""
 
-    def __init__(self, worker: FakeDecode, register: Register) -> None:
+    def __init__(self, worker: SteppingDecode, register: Register) -> None:
         self.worker = worker
         self.breaks: list[str] = []
         self.session = DecodeSession(
@@ -178,7 +224,7 @@ class Harness:
 @asynccontextmanager
 async def harness(**changes: object) -> AsyncIterator[Harness]:
     before = asyncio.all_tasks()
-    worker = FakeDecode("d0", Fabric())
+    worker = SteppingDecode("d0", Fabric())
     register = await worker.start()
     for name, value in changes.items():
         setattr(register, name, value)
@@ -247,6 +293,32 @@ async def test_a_cancel_after_the_end_says_nothing() -> None:
         await setup.run("r")
         setup.session.cancel("r", 1)
         await setup.run("after")
+        assert setup.worker.cancelled == []
+
+
+async def test_the_steps_of_a_move_go_out_in_order_and_end_with_the_request() -> None:
+    async with harness() as setup:
+        setup.worker.pause_after = 1
+        inbox = Inbox(0, CLOCK)
+        await setup.session.admit(admit("r"), inbox)
+        await setup.worker.until(lambda: setup.worker.live)
+        setup.session.pause("r", 1)
+        async with asyncio.timeout(10):
+            while not inbox.is_paused:
+                await inbox.wait()
+        setup.session.resume("r", 1)
+        setup.session.hand_over(HandOver(request_id="r", attempt=1))
+        await setup.worker.until(lambda: setup.worker.steps == ["pause", "resume", "hand_over"])
+        async with asyncio.timeout(10):
+            while inbox.handed_over is None:
+                await inbox.wait()
+        assert setup.session.requests_in_flight == 0
+        setup.session.pause("r", 1)
+        setup.session.resume("nobody", 1)
+        setup.session.cancel("r", 1)
+        setup.worker.pause_after = None
+        await setup.run("after")
+        assert len(setup.worker.steps) == 3
         assert setup.worker.cancelled == []
 
 

@@ -7,7 +7,8 @@ import pytest
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
 from router import attempt
 from router.generation import TokenBatch, TokenEnd
-from tests.support.fake_workers import CHECKSUM, continuation
+from tests.support.fake_model import continuation
+from tests.support.fake_workers import CHECKSUM
 from tests.support.router_cluster import ANSWER, PROMPT, failure_of, first_tokens, router_cluster
 
 # ---- the plain way ----
@@ -37,7 +38,7 @@ async def test_a_prompt_goes_from_prefill_to_decode_and_the_receipt_tells_all_of
         assert list(sent.prompt_token_ids) == list(PROMPT)
         assert 0 < sent.deadline_ms <= 20_000
         assert cluster.counter("kvferry_requests_ended_total", outcome="ok") == 1
-        assert cluster.counter("kvferry_ttft_seconds_count") == 1
+        assert cluster.counter("kvferry_time_to_first_token_seconds_count") == 1
         assert cluster.counter("kvferry_tokens_generated_total") == 8
         assert cluster.counter("kvferry_handoffs_total", transport="tcp", outcome="committed") == 1
 

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
-from router.dispatcher import DispatchLimits
+from router.dispatch_limits import DispatchLimits
 from router.generation import TokenEnd
 from tests.support.fake_workers import error
 from tests.support.router_cluster import ANSWER, PROMPT, failure_of, first_tokens, router_cluster
@@ -245,3 +245,51 @@ async def test_workers_that_disagree_on_the_first_token_end_the_request() -> Non
         failure = await failure_of(cluster.run(cluster.request()))
         assert failure.code == ErrorCode.INTERNAL
         assert "disagree" in failure.message
+
+
+async def test_a_prefill_call_that_never_hears_of_the_end_of_its_worker_is_given_up_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # gRPC keeps a call for ever whose request could not be written because the connection had just broken.
+    async with router_cluster() as cluster:
+        await cluster.decode()
+        await cluster.prefill("prefill-0")
+        link = cluster.links.prefill_link("prefill-0")
+        assert link is not None
+        asked = asyncio.Event()
+
+        class DeadCall:
+            def __aiter__(self) -> "DeadCall":
+                return self
+
+            async def __anext__(self) -> None:
+                asked.set()
+                await asyncio.Event().wait()
+
+            def cancel(self) -> None:
+                """Nobody hears of it."""
+
+        monkeypatch.setattr(link.stub, "Prefill", lambda request, timeout: DeadCall())
+        reading = asyncio.create_task(cluster.run(cluster.request()))
+        await asked.wait()
+        await cluster.prefill("prefill-1")
+        await cluster.kill("prefill-0")
+        answer = await reading
+        assert answer.tokens == ANSWER
+        assert answer.end.receipt.prefill_worker == "prefill-1"
+
+
+async def test_a_prefill_worker_that_goes_while_the_ticket_is_awaited_is_replaced_at_once() -> None:
+    async with router_cluster() as cluster:
+        decode = await cluster.decode()
+        await cluster.prefill("prefill-0")
+        decode.ticket_gate = asyncio.Event()
+        reading = asyncio.create_task(cluster.run(cluster.request()))
+        await decode.until(lambda: decode.live)
+        await cluster.prefill("prefill-1")
+        await cluster.kill("prefill-0")
+        decode.ticket_gate.set()
+        answer = await reading
+        assert answer.tokens == ANSWER
+        assert answer.end.receipt.prefill_worker == "prefill-1"
+        assert "prefill worker prefill-0 is gone" in answer.end.receipt.earlier_failures[0]

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
 from router import attempt
-from router.dispatcher import DispatchLimits
+from router.dispatch_limits import DispatchLimits
 from router.generation import EnoughTokens, TokenEnd
 from router.proof import Clause
 from tests.support.fake_workers import CHECKSUM, FakeDecode, FakePrefill, error

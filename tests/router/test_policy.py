@@ -17,6 +17,7 @@ from router.policy import (
     WorkerLoad,
     cached_prefix_tokens,
     choose,
+    choose_successor,
 )
 
 BLOCK = 16
@@ -85,6 +86,34 @@ def test_a_stalled_decode_worker_is_the_last_resort() -> None:
     assert place(ClusterLoad((), (stalled,)), shape()).decode_worker == "d0"
     busy = worker("d1", requests=50, pending_tokens=100_000)
     assert place(ClusterLoad((), (stalled, busy)), shape()).decode_worker == "d1"
+
+
+def test_a_failing_decode_worker_comes_behind_those_that_work_and_before_those_that_are_silent() -> None:
+    failing, stalled = worker("d0", health=Health.FAILING), worker("d1", health=Health.STALLED)
+    busy = worker("d2", requests=50, pending_tokens=100_000)
+    assert place(ClusterLoad((), (failing, stalled, busy)), shape()).decode_worker == "d2"
+    assert place(ClusterLoad((), (failing, stalled)), shape()).decode_worker == "d0"
+    assert place(ClusterLoad((worker("p0", health=Health.FAILING),), (busy,)), shape()).prefill_worker is None
+
+
+def test_an_answer_moves_to_the_least_busy_worker_with_the_same_blocks_and_room() -> None:
+    leaving = worker("d0", health=Health.DRAINING)
+    others = (
+        worker("d1", requests=9),
+        worker("d2", requests=3),
+        worker("d3", layout=replace(leaving.layout, block_size=32)),
+        worker("d4", full=True),
+        worker("d5", blocks_available=1),
+        worker("d6", health=Health.STALLED),
+        worker("d7", health=Health.FAILING),
+        worker("d8"),
+    )
+    plan = choose_successor(ClusterLoad((), (leaving, *others)), "d0", shape(avoid=frozenset({"d8"})), 0)
+    assert plan is not None
+    assert (plan.decode_worker, plan.prefill_worker, plan.source) == ("d2", "d0", None)
+    assert plan.reason.startswith("moved: d0 drains; d2 has 0 of")
+    assert choose_successor(ClusterLoad((), (leaving, *others[2:7])), "d0", shape(), 0) is None
+    assert choose_successor(ClusterLoad((), others[:2]), "d0", shape(), 0) is None, "it is gone already"
 
 
 def test_a_worker_that_failed_the_request_is_avoided_while_there_is_another() -> None:

@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry_rpc.common_pb2 import KVReceipt
+from kvferry_rpc.common_pb2 import KVReceipt, Migration
 from kvferry_rpc.internal_pb2 import DecodeDone, HandoffVerified, PrefillDone
 from router.policy import Plan
-from router.receipts import MAX_FAILURE_LINES, AttemptRecord, ReceiptStore, cached_tokens, merge, unplaced
+from router.receipts import (
+    MAX_FAILURE_LINES,
+    AttemptRecord,
+    Move,
+    ReceiptStore,
+    cached_tokens,
+    merge,
+    unplaced,
+    workers,
+)
 
 REMOTE = Plan("decode-0", "prefill-0", "because")
 LOCAL = Plan("decode-0", None, "nobody else")
@@ -55,6 +64,14 @@ def record(
     return AttemptRecord(2, plan, "handoff", prefill, decode, 10.0, 35.0, computed_before=computed_before)
 
 
+def moved() -> Move:
+    plan = Plan("decode-1", "decode-0", "moved")
+    done = decode_done(tokens_recomputed=1)
+    there = record(plan, prefill_done(checksum=b"other"), done)
+    verified = HandoffVerified(checksum_verified=True, checksum=b"other", transport="shm")
+    return Move(replace(there, verified=verified), output_tokens=7, pause_ms=2.5)
+
+
 def test_each_side_fills_its_part_and_queue_time_runs_from_the_router_to_the_start_of_compute() -> None:
     receipt = merge("r", 40, record(REMOTE, prefill_done(), decode_done()), ["attempt 1: lost"])
     assert receipt == KVReceipt(
@@ -100,9 +117,25 @@ def test_the_share_of_a_transfer_that_was_hidden_is_between_none_and_all(
 
 
 def test_every_field_of_a_receipt_is_filled_when_everything_happened() -> None:
-    receipt = merge("r", 40, record(REMOTE, prefill_done(), decode_done(tokens_recomputed=1)), ["x"])
+    whole = record(REMOTE, prefill_done(), decode_done(tokens_recomputed=1))
+    receipt = merge("r", 40, replace(whole, moves=(moved(),)), ["x"])
     filled = {field.name for field, _ in receipt.ListFields()}
     assert filled == {field.name for field in KVReceipt.DESCRIPTOR.fields}
+    filled = {field.name for field, _ in receipt.migrations[0].ListFields()}
+    assert filled == {field.name for field in Migration.DESCRIPTOR.fields}
+
+
+def test_a_move_tells_of_itself_and_leaves_the_first_hand_off_as_it_was() -> None:
+    plain = merge("r", 40, record(REMOTE, prefill_done(), decode_done()), [])
+    receipt = merge("r", 40, replace(record(REMOTE, prefill_done(), decode_done()), moves=(moved(),)), [])
+    assert receipt.decode_worker == "decode-1"
+    (migration,) = receipt.migrations
+    assert (migration.from_worker, migration.to_worker, migration.output_tokens) == ("decode-0", "decode-1", 7)
+    assert migration.pause_ms == 2.5
+    del receipt.migrations[:]
+    receipt.decode_worker = plain.decode_worker
+    assert receipt == plain
+    assert workers(replace(record(REMOTE, prefill_done()), moves=(moved(),))) == {"prefill-0", "decode-0", "decode-1"}
 
 
 def test_local_prefill_moves_nothing_and_names_one_worker_twice() -> None:

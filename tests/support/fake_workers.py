@@ -1,15 +1,15 @@
 """Workers without an engine: real gRPC servers that speak the internal protos, with a script instead of a model.
 
-The "model" is `next_token`: a function of all tokens before, so a text that is continued on another worker stays the
-same only if the router passes on exactly what was generated. Failures and delays are switched on by attributes.
+The "model" is `next_token` (`fake_model.py`): a function of all tokens before, so a text that is continued on another
+worker stays the same only if the router passes on exactly what was generated. Failures and delays are switched on by
+attributes.
 """
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 import grpc
 
@@ -31,24 +31,11 @@ from kvferry_rpc.internal_pb2 import (
     Tokens,
 )
 from runtime.grpc_life import GrpcServer
+from tests.support.fake_model import VOCAB, next_token, prompt_logprobs
 
 SECRET = b"a secret of the test cluster"
-VOCAB = 1000
 BLOCK_SIZE = 16
 CHECKSUM = b"digest of all blocks"
-
-
-def next_token(tokens: Sequence[int]) -> int:
-    """What the "model" says after these tokens. Below VOCAB."""
-    return crc32(b",".join(str(token).encode() for token in tokens)) % VOCAB
-
-
-def continuation(prompt: Sequence[int], count: int) -> list[int]:
-    """The answer to a prompt."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
 
 
 def layout(**changes: Any) -> KVCacheLayout:
@@ -101,9 +88,12 @@ class Fabric:
 class _Sequence:
     """One admitted request on a fake decode worker."""
 
-    def __init__(self, admit: Admit) -> None:
+    def __init__(self, admit: Admit, outbox: "asyncio.Queue[DecodeEvent | None]") -> None:
         self.admit = admit
+        self.outbox = outbox
         self.committed = asyncio.Event()
+        self.may_run = asyncio.Event()  # Not set: it stands still.
+        self.may_run.set()
         self.task: asyncio.Task[None] | None = None
 
 
@@ -129,6 +119,7 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
         self.drop_session_after: int | None = None  # The stream breaks after so many tokens of a sequence.
         self.cached_tokens = 0
         self.tokens_recomputed = 0
+        self.most_scored: int | None = None  # Messages about the prompt; the rest is lost.
         self.checksum = CHECKSUM
         self.checks = True  # Whether it verifies what it receives
         self.tells = True  # and says so.
@@ -137,6 +128,7 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
         self._server = GrpcServer("127.0.0.1", secret=SECRET)
         self._outboxes: list[asyncio.Queue[DecodeEvent | None]] = []
         fabric.decodes[worker_id] = self
+        self.move: Any = None  # See `fake_moves.py`.
 
     async def start(self) -> Register:
         """Listen; returns how to register."""
@@ -177,8 +169,10 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the session was dropped")
         finally:
             self._outboxes.remove(outbox)
-            tasks = [reader, *(sequence.task for sequence in self.live.values() if sequence.task)]
-            self.live.clear()
+            own = {key: sequence for key, sequence in self.live.items() if sequence.outbox is outbox}
+            tasks = [reader, *(sequence.task for sequence in own.values() if sequence.task)]
+            for key in own:
+                del self.live[key]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -192,6 +186,8 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
             elif kind == "export":
                 self.exports.append(command.export)
                 await self._note()
+            elif kind in ("pause", "resume", "hand_over"):
+                await self.move(command, outbox)
             else:
                 key = (command.cancel.request_id, command.cancel.attempt)
                 self.cancelled.append(key)
@@ -208,7 +204,7 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
         if refusal is not None:
             outbox.put_nowait(DecodeEvent(request_id=admit.request_id, attempt=admit.attempt, failed=refusal))
         else:
-            sequence = _Sequence(admit)
+            sequence = _Sequence(admit, outbox)
             self.live[(admit.request_id, admit.attempt)] = sequence
             sequence.task = asyncio.create_task(self._run(sequence, outbox))
         await self._note()
@@ -225,6 +221,9 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
                 await self.verified_gate.wait()
             if self.tells:
                 outbox.put_nowait(DecodeEvent(**names, verified=self._verified()))
+        else:
+            for scored in prompt_logprobs(admit.sampling, admit.prompt_token_ids, self.most_scored):
+                outbox.put_nowait(DecodeEvent(**names, prompt_logprobs=scored))
         tokens = list(admit.prompt_token_ids)
         reason = FinishReason.LENGTH
         for sent, index in enumerate(range(admit.num_output_tokens, admit.sampling.max_tokens)):
@@ -236,6 +235,7 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
                 return None
             if self.pause_after is not None and sent >= self.pause_after:
                 await self.resume.wait()
+            await sequence.may_run.wait()
             tokens.append(next_token(tokens))
             token = TokenOutput(index=index, token_id=tokens[-1])
             outbox.put_nowait(DecodeEvent(**names, tokens=Tokens(tokens=[token])))
@@ -296,13 +296,13 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
         self.failures: list[Error] = []  # The next calls answer with these before the first token.
         self.failures_after_first_token: list[Error] = []  # Likewise behind it, and nothing is committed.
         self.failures_after_commit: list[Error] = []  # Likewise, in place of `done`.
+        self.most_scored: int | None = None  # Messages about the prompt in the next call; the rest is lost.
         self.statuses: list[grpc.StatusCode] = []  # The next calls end with these.
         self.compute_gate: asyncio.Event | None = None  # Computing waits for it.
         self.report_gate: asyncio.Event | None = None  # The KV is committed, then all reports wait for it.
         self.done_gate: asyncio.Event | None = None  # `done` waits for it.
         self.pulls: list[Ticket] = []  # The next call, if it names a source, asks for this.
-        self.pulled_tokens = 0
-        self.cached_tokens = 0
+        self.pulled_tokens = self.cached_tokens = 0
         self.transport = self.expected_transport = "tcp"
         self.first_token_offset = 0  # Not 0: this worker's first token is wrong.
         self._fabric = fabric
@@ -358,6 +358,9 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
             self._commit(request)
         if self.report_gate is not None:
             await self.report_gate.wait()
+        for scored in prompt_logprobs(request.sampling, request.prompt_token_ids, self.most_scored):
+            yield PrefillEvent(prompt_logprobs=scored)
+        self.most_scored = None
         token_id = (next_token(request.prompt_token_ids) + self.first_token_offset) % VOCAB
         yield PrefillEvent(first_token=TokenOutput(index=request.num_output_tokens, token_id=token_id))
         if fails_later:

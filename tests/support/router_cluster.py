@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from kvferry_rpc.common_pb2 import SamplingParams
 from kvferry_rpc.internal_pb2 import KVEvent, LoadReport
-from router.dispatcher import Dispatcher, DispatchLimits
+from router.dispatch_limits import DispatchLimits
+from router.dispatcher import Dispatcher
 from router.generation import GenerationRequest, TokenBatch, TokenEnd
 from router.metrics import RouterMetrics
 from router.receipts import ReceiptStore
@@ -21,7 +22,9 @@ from router.worker_registry import AttachedWorker, WorkerRegistry
 from runtime.clock import SystemClock
 from runtime.errors import KvferryError
 from runtime.grpc_life import channel
-from tests.support.fake_workers import SECRET, Fabric, FakeDecode, FakePrefill, continuation
+from tests.support.fake_model import continuation
+from tests.support.fake_moves import MovingDecode
+from tests.support.fake_workers import SECRET, Fabric, FakeDecode, FakePrefill
 
 PROMPT = tuple(range(40))
 ANSWER = continuation(PROMPT, 8)
@@ -55,9 +58,9 @@ class RouterCluster:
         self.attached: dict[str, AttachedWorker] = {}
         self._ids = 0
 
-    async def decode(self, worker_id: str = "decode-0") -> FakeDecode:
+    async def decode(self, worker_id: str = "decode-0") -> MovingDecode:
         """Start and attach a decode worker."""
-        worker = FakeDecode(worker_id, self.fabric)
+        worker = MovingDecode(worker_id, self.fabric)
         await self._attach(worker_id, worker)
         return worker
 
@@ -71,6 +74,10 @@ class RouterCluster:
         """The worker's process is gone: its connections break, its Attach stream ends."""
         await self.workers[worker_id].stop()
         self.registry.detach(self.attached[worker_id])
+
+    def drain(self, worker_id: str) -> None:
+        """The worker says that it wants to leave."""
+        self.registry.drain(self.attached[worker_id])
 
     def report(self, worker_id: str, **load: Any) -> None:
         """A load report of that worker arrives."""
