@@ -1,20 +1,23 @@
 """What the router counts. One registry, bounded labels, and each request counted once, where its token stream ends."""
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from kv_transfer.choice import PREFERENCE
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
-from router.admission import Admission, RoomQueue
-from router.policy import Health
+from router.admission import Admission
+from router.latency_metrics import LatencyMetrics, RequestMeter
 from router.proof import Clause, HandoffRules
-from router.receipts import LOCAL_TRANSPORT
-from router.worker_registry import WorkerRegistry, WorkerView
+from router.receipts import LOCAL_TRANSPORT, PROOFS, proof_of
+from router.shedding import ShedReason
+from router.slo import NO_CLASS, SLO_NAMES, SloClass
+from router.tenant_metrics import TenantMetrics
+from router.worker_metrics import WorkerCollector
+from router.worker_registry import WorkerRegistry
 from runtime.clock import Clock
 from runtime.errors import KvferryError
 from runtime.telemetry import LATENCY_BUCKETS_S, render_metrics
@@ -32,40 +35,12 @@ _REJECTIONS = frozenset(
 _TRANSPORTS = frozenset({*PREFERENCE, LOCAL_TRANSPORT})
 _MAX_WARNED = 1024
 _OUTCOMES = ("ok", "cancelled", "rejected", "failed")
+_SLO_OUTCOMES = ("met", "missed_ttft", "missed_tpot", "no_answer", "cancelled")
 _DOOR_OUTCOMES = {ErrorCode.CANCELLED: "cancelled", ErrorCode.INTERNAL: "failed"}
 
 _NO_RULES = HandoffRules()
 
 _log = logging.getLogger(__name__)
-
-
-class RequestMeter:
-    """Measures one request. Made by `RouterMetrics.request`."""
-
-    __slots__ = ("_last_token_at", "_metrics", "_now", "_started_at")
-
-    def __init__(self, metrics: "RouterMetrics", clock: Clock) -> None:
-        self._metrics = metrics
-        self._now = clock.now
-        self._started_at = clock.now()
-        self._last_token_at: float | None = None
-
-    def tokens(self, count: int) -> None:
-        """`count` (1 or more) tokens came in one batch. The gap before a batch is shared out over its tokens."""
-        now = self._now()
-        if self._last_token_at is None:
-            self._metrics.ttft.observe(now - self._started_at)
-        else:
-            gap = (now - self._last_token_at) / count
-            for _ in range(count):
-                self._metrics.itl.observe(gap)
-        self._last_token_at = now
-        self._metrics.tokens_generated.inc(count)
-
-    def finished(self, receipt: KVReceipt) -> None:
-        """The request has its answer."""
-        self._metrics.e2e.observe(self._now() - self._started_at)
-        self._metrics.prompt_tokens.inc(receipt.prompt_tokens)
 
 
 class RouterMetrics:
@@ -81,14 +56,31 @@ class RouterMetrics:
         )  # fmt: skip
         for outcome in _OUTCOMES:
             self.ended.labels(outcome)
+        self.sheds = Counter(
+            "kvferry_requests_shed", "Requests refused for want of capacity, by why and by class.",
+            ["reason", "slo"], registry=registry,
+        )  # fmt: skip
+        self.slo = Counter(
+            "kvferry_slo_requests", "Requests of a class, by what became of its targets; goodput is those that met.",
+            ["slo", "outcome"], registry=registry,
+        )  # fmt: skip
+        for name in SLO_NAMES:
+            for outcome in _SLO_OUTCOMES:
+                self.slo.labels(name, outcome)
         self.retries = Counter("kvferry_retries", "Attempts after a failed one.", registry=registry)
-        self.ttft = _latency("kvferry_ttft_seconds", "Arrival to first token.", registry)
-        self.itl = _latency("kvferry_itl_seconds", "Gap between two tokens of a request.", registry)
-        self.e2e = _latency("kvferry_e2e_seconds", "Arrival to last token, finished requests only.", registry)
-        self.prompt_tokens = Counter(
-            "kvferry_prompt_tokens", "Tokens of prompts of finished requests.", registry=registry
+        self.migrations = Counter(
+            "kvferry_migrations", "Answers that were to leave a decode worker that drains, by what became of them.",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        for outcome in ("moved", "stayed", "failed"):
+            self.migrations.labels(outcome)
+        self._latency = LatencyMetrics(registry)
+        self._tenants = TenantMetrics(registry)
+        self.receipts = Counter(
+            "kvferry_receipts", "Receipts of finished requests, by what they prove.", ["proof"], registry=registry
         )
-        self.tokens_generated = Counter("kvferry_tokens_generated", "Tokens given to callers.", registry=registry)
+        for proof in PROOFS:
+            self.receipts.labels(proof)
         self.handoffs = Counter(
             "kvferry_handoffs", "Attempts that placed a prompt's KV, by transport and outcome; `local` moved nothing.",
             ["transport", "outcome"], registry=registry,
@@ -116,23 +108,32 @@ class RouterMetrics:
         for clause in Clause:
             self.refusals.labels(clause.value)
 
-    def watch(self, workers: WorkerRegistry, admission: Admission, room: RoomQueue) -> None:
+    def watch(self, workers: WorkerRegistry, admission: Admission) -> None:
         """Report these as gauges, read at each scrape. Call once."""
         in_flight = Gauge("kvferry_requests_in_flight", "Requests that hold a place.", registry=self._registry)
         in_flight.set_function(lambda: admission.in_flight)
         queued = Gauge(
             "kvferry_requests_queued", "Requests that wait for a place or for room.", registry=self._registry
         )
-        queued.set_function(lambda: admission.queued + len(room))
-        self._registry.register(_WorkerCollector(workers))
+        queued.set_function(lambda: admission.queued + admission.resuming)
+        tokens = Gauge(
+            "kvferry_queue_tokens", "Tokens, prompts and expected answers, of those that wait for a place.",
+            registry=self._registry,
+        )  # fmt: skip
+        tokens.set_function(lambda: admission.queued_tokens)
+        depth = Gauge("kvferry_queue_depth", "Requests that wait for a place.", ["slo"], registry=self._registry)
+        for name in (*SLO_NAMES, NO_CLASS):
+            depth.labels(name).set_function(functools.partial(_depth, admission, name))
+        self._registry.register(WorkerCollector(workers))
 
     @contextmanager
-    def request(self) -> Iterator[RequestMeter]:
-        """Count one request from here to the end of the block, which is its one terminal state."""
+    def request(self, slo: SloClass | None = None, tenant: str = "") -> Iterator[RequestMeter]:
+        """Count one request from here to the end of the block, which is its one terminal state. `slo`: its class."""
         self.received.inc()
+        meter = RequestMeter(self._latency, self._clock, slo)
         outcome = "cancelled"  # What ends the block with anything but success or an error: the caller went away.
         try:
-            yield RequestMeter(self, self._clock)
+            yield meter
             outcome = "ok"
         except KvferryError as error:
             outcome = _outcome(error)
@@ -142,6 +143,14 @@ class RouterMetrics:
             raise
         finally:
             self.ended.labels(outcome).inc()
+            self._tenants.ended(tenant, outcome, meter)
+            if slo is not None:
+                without = "cancelled" if outcome == "cancelled" else "no_answer"
+                self.slo.labels(slo.name, meter.slo_outcome or without).inc()
+
+    def shed(self, reason: ShedReason, slo_name: str) -> None:
+        """A request was refused for want of capacity."""
+        self.sheds.labels(reason.value, slo_name).inc()
 
     def refused_at_door(self, error: KvferryError) -> None:
         """A request ended before it reached the dispatcher: refused, left by its client (CANCELLED), or met by a defect
@@ -152,9 +161,12 @@ class RouterMetrics:
     def handoff_committed(self, receipt: KVReceipt, rules: HandoffRules = _NO_RULES) -> None:
         """An attempt placed its KV and finished."""
         transport = _transport_label(receipt.transport)
+        self.receipts.labels(proof_of(receipt)).inc()
         self.handoffs.labels(transport, "committed").inc()
         self.bytes_moved.labels(transport).inc(receipt.bytes_sent)
         self.pulled_tokens.inc(receipt.pulled_tokens)
+        for migration in receipt.migrations:
+            self.bytes_moved.labels(_transport_label(migration.transport)).inc(migration.bytes_sent)
         if receipt.transport in ("", LOCAL_TRANSPORT):  # Nothing moved, or nobody said how.
             return
         if receipt.transfer_ms > 0:
@@ -187,55 +199,8 @@ class RouterMetrics:
         return render_metrics(self._registry)
 
 
-class _WorkerCollector(Collector):
-    """Gauges of the attached workers. Their labels live and die with the workers."""
-
-    def __init__(self, workers: WorkerRegistry) -> None:
-        self._workers = workers
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        views = self._workers.views()
-        counts = GaugeMetricFamily("kvferry_workers", "Attached workers.", labels=["role", "state"])
-        for role in ("prefill", "decode"):
-            for health in Health:
-                matching = sum(view.role == role and view.health is health for view in views)
-                counts.add_metric([role, health.value], matching)
-        yield counts
-        blocks = GaugeMetricFamily("kvferry_worker_blocks", "KV blocks of a worker.", labels=["worker", "state"])
-        requests = GaugeMetricFamily(
-            "kvferry_worker_requests_in_flight", "Requests of this router on a worker.", labels=["worker"]
-        )
-        refused = GaugeMetricFamily(
-            "kvferry_worker_tickets_refused",
-            "Uses of tickets that a worker has refused in its life.",
-            labels=["worker"],
-        )
-        guesses = GaugeMetricFamily(
-            "kvferry_worker_guessed_tokens",
-            "Tokens that a worker has guessed ahead in its life, and those that were right.",
-            labels=["worker", "outcome"],
-        )
-        for view in views:
-            guesses.add_metric([view.worker_id, "drafted"], view.load.drafted_tokens)
-            guesses.add_metric([view.worker_id, "accepted"], view.load.accepted_tokens)
-            for state, value in _blocks(view).items():
-                blocks.add_metric([view.worker_id, state], value)
-            requests.add_metric([view.worker_id], view.requests_in_flight)
-            refused.add_metric([view.worker_id], view.load.tickets_refused)
-        yield blocks
-        yield requests
-        yield refused
-        yield guesses
-
-
-def _blocks(view: WorkerView) -> dict[str, int]:
-    load = view.load
-    return {
-        "free": load.blocks_free,
-        "cached": load.blocks_cached,
-        "used": load.blocks_used,
-        "quarantined": load.blocks_quarantined,
-    }
+def _depth(admission: Admission, slo_name: str) -> float:
+    return admission.depths()[slo_name]
 
 
 def _transport_label(name: str) -> str:
@@ -246,10 +211,6 @@ def _outcome(error: KvferryError) -> str:
     if error.code == ErrorCode.CANCELLED:
         return "cancelled"
     return "rejected" if error.code in _REJECTIONS else "failed"
-
-
-def _latency(name: str, help_text: str, registry: CollectorRegistry) -> Histogram:
-    return Histogram(name, help_text, buckets=LATENCY_BUCKETS_S, registry=registry)
 
 
 def _by_transport(name: str, help_text: str, registry: CollectorRegistry) -> Histogram:
