@@ -1,4 +1,4 @@
-"""`python -m router`: one router process.
+"""`python -m router`: one router process, or the supervisor of several (`supervisor.py`).
 
 1. Read the tokenizer. 2. Listen on all ports and say so in one JSON line on standard output. 3. Serve. 4. On SIGTERM:
 drain, stop, exit 0. A second signal ends the process at once.
@@ -9,7 +9,10 @@ import sys
 
 from router.config import RouterConfig
 from router.service import RouterService
+from router.supervisor import supervise
 from router.text.tokenizer import Tokenizer
+from runtime.child_process import LaunchError
+from runtime.collector import settle_for_serving
 from runtime.config import parse_config
 from runtime.process import run_service, write_ready_line
 from runtime.secret import read_secret_file
@@ -21,13 +24,18 @@ def main() -> int:
     config = parse_config(RouterConfig, prog="router")
     setup_logging(level=config.log_level, json_lines=config.log_json, process="router")
     try:
+        if config.router_processes > 1:
+            return run_service(
+                lambda shutdown: supervise(config, sys.argv[1:], shutdown),
+                exit_on_stdin_close=config.exit_on_stdin_close,
+            )
         secret = read_secret_file(config.cluster_secret_file)
         tokenizer = Tokenizer.load(config.model)
         return run_service(
             lambda shutdown: _serve(config, secret, tokenizer, shutdown),
             exit_on_stdin_close=config.exit_on_stdin_close,
         )
-    except (OSError, ValueError) as error:
+    except (LaunchError, OSError, ValueError) as error:
         sys.stderr.write(f"router: {error}\n")
         return 1
 
@@ -36,6 +44,7 @@ async def _serve(config: RouterConfig, secret: bytes, tokenizer: Tokenizer, shut
     router = RouterService(config, secret, tokenizer)
     try:
         ports = await router.start()
+        settle_for_serving()
         write_ready_line("router", router_id=router.router_id, **ports)
         await shutdown.wait()
         await router.drain()

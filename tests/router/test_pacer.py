@@ -1,0 +1,98 @@
+"""The pacer of deliveries, on a loop whose time the test makes."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from router.pacer import Pacer
+
+
+class Timer:
+    def __init__(self, at: float, call: Callable[[], None]) -> None:
+        self.at, self.call, self.cancelled = at, call, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeLoop(asyncio.AbstractEventLoop):
+    """Time stands still but where it is moved. `step` runs what was asked for soon."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.soon: list[Callable[[], None]] = []
+        self.timers: list[Timer] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, callback: Any, *args: Any, **_: Any) -> Any:  # type: ignore[override]
+        self.soon.append(lambda: callback(*args))
+
+    def call_later(self, delay: float, callback: Any, *args: Any, **_: Any) -> Any:  # type: ignore[override]
+        timer = Timer(self.now + delay, lambda: callback(*args))
+        self.timers.append(timer)
+        return timer
+
+    def step(self) -> None:
+        soon, self.soon = self.soon, []
+        for call in soon:
+            call()
+
+
+class World:
+    def __init__(self, busy_s: float) -> None:
+        self.loop = FakeLoop()
+        self.deliveries = 0
+        self.busy_s = busy_s
+        self.pacer = Pacer(self.deliver)
+
+    def deliver(self) -> None:
+        self.deliveries += 1
+        # The tasks that were woken run before what the pacer asks for behind them.
+        self.loop.call_soon(lambda: setattr(self.loop, "now", self.loop.now + self.busy_s))
+
+    def arrive(self) -> None:
+        self.pacer.ask(self.loop)
+        self.loop.step()
+
+
+def test_a_loop_that_keeps_up_is_given_everything_at_once() -> None:
+    world = World(busy_s=0.0005)
+    for count in range(1, 5):
+        world.arrive()
+        assert world.deliveries == count
+    assert world.loop.timers == []
+
+
+def test_what_comes_while_a_busy_loop_should_turn_to_others_is_given_out_together() -> None:
+    world = World(busy_s=0.008)
+    world.arrive()
+    for _ in range(5):
+        world.arrive()
+    assert world.deliveries == 1
+    (timer,) = world.loop.timers
+    assert abs(timer.at - (100.008 + 0.008)) < 1e-9
+    world.loop.now = timer.at
+    timer.call()
+    assert world.deliveries == 2
+
+
+def test_after_a_pause_as_long_as_the_work_nothing_waits() -> None:
+    world = World(busy_s=0.008)
+    world.arrive()
+    world.loop.now += 0.008
+    world.arrive()
+    assert world.deliveries == 2
+    assert world.loop.timers == []
+
+
+def test_no_wait_is_longer_than_its_bound_and_a_cancelled_one_does_not_come() -> None:
+    world = World(busy_s=3.0)
+    world.arrive()
+    world.arrive()
+    (timer,) = world.loop.timers
+    assert timer.at - world.loop.now <= 0.02 + 1e-9
+    world.pacer.cancel()
+    assert timer.cancelled
+    world.pacer.cancel()
