@@ -8,14 +8,19 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, SamplingParams, TokenOutput
+from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, PromptTokenLogprob, SamplingParams, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to generate, validated: nothing below this line checks the client's input again but the workers.
 
-    `deadline` is a time on the router's monotonic clock, in seconds. `sampling.seed` is always set.
+    `deadline` is a time on the router's monotonic clock, in seconds. `sampling.seed` is always set. `tenant` is the
+    name of whose request it is, empty where there are no keys; of a `priority`, higher is served first. `slo` names its
+    class, if any (`slo.py`). `endpoint` says, for people, which API it came by; `traceparent` (W3C Trace Context) under
+    which span its work is recorded, empty: it is not. `shown_tokens` are special tokens that become text, as others do
+    not. `prompt_only`: nothing but the prompt is wanted, scored maybe; the one token that is sampled is not part of an
+    answer.
     """
 
     request_id: str
@@ -24,13 +29,25 @@ class GenerationRequest:
     deadline: float
     stop: tuple[str, ...] = ()
     cache_salt: bytes = b""
+    tenant: str = ""
+    priority: int = 0
+    slo: str = ""
+    endpoint: str = ""
+    traceparent: str = ""
+    shown_tokens: frozenset[str] = frozenset()
+    prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens that one engine step produced for a request, consecutive by index and never repeated."""
+    """Tokens that one engine step produced for a request, consecutive by index and never repeated.
+
+    `prompt_logprobs`: with the first batch, if `sampling.prompt_logprobs` asks for them: all positions of the prompt
+    but the first, in order.
+    """
 
     tokens: tuple[TokenOutput, ...]
+    prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +85,23 @@ class TokenSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class TextChunk:
     """Text that has become final, and the tokens received with it. Text may lag behind the tokens (a character
-    split over tokens, a possible start of a stop string), never run ahead of them."""
+    split over tokens, a possible start of a stop string), never run ahead of them. `prompt_logprobs`: those of a
+    TokenBatch, before any text."""
 
     text: str
     tokens: tuple[TokenOutput, ...]
+    prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TextEnd:
-    """The last item of a text stream. `reason` is STOP when a stop string cut the answer. When a stop string ended
-    it early, `completion_tokens` counts the tokens received by then, and `receipt` what was known then."""
+    """The last item of a text stream. `reason` is STOP when a stop string cut the answer, which `stop_string` then
+    names. When a stop string ended it early, `completion_tokens` counts the tokens received by then, and `receipt` what
+    was known then."""
 
     reason: "FinishReason.ValueType"
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     receipt: KVReceipt
+    stop_string: str | None = None

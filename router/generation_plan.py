@@ -6,21 +6,24 @@ The order is that of cost: ranges first, then the prompt's shape, then (after to
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any
 
-from kvferry_rpc.common_pb2 import ErrorCode, LogitBias, SamplingParams
+from kvferry_rpc.common_pb2 import ErrorCode, Grammar, LogitBias, SamplingParams
+from router.chat_plan import chat_grammar, check_messages, requested_tools
+from router.completion_plan import completion_prompts, num_candidates, wants_prompt_only
 from router.generation import GenerationRequest
 from router.http.openai_requests import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody
 from router.structured_output import grammar_of
+from router.text.chat_format import NO_CHAT_FORMAT, ChatFormat
+from router.text.chat_reader import ChatSyntax
+from router.text.tools import chat_syntax, tool_use
 from runtime.errors import KvferryError, invalid
 from runtime.limits import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
-    MAX_PROMPTS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     check_sampling,
-    check_token_ids,
 )
 
 DEFAULT_COMPLETION_TOKENS = 16  # What OpenAI's completions endpoint does when max_tokens is absent.
@@ -28,9 +31,10 @@ DEFAULT_COMPLETION_TOKENS = 16  # What OpenAI's completions endpoint does when m
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt to be rendered with the model's chat template."""
+    """A prompt to be rendered with the model's chat template. `tools` passed `tool_use`."""
 
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 # The last is token ids.
@@ -39,11 +43,13 @@ Prompt = Conversation | str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model served can take. `max_context_tokens` counts prompt and output together."""
+    """What the model served can take. `max_context_tokens` counts prompt and output together. `chat` is how it writes
+    tool calls and reasoning."""
 
     model: str
     vocab_size: int
     max_context_tokens: int
+    chat: ChatFormat = NO_CHAT_FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,11 @@ class GenerationPlan:
     """A valid request for `len(prompts) * num_choices` sequences, before tokenising.
 
     `max_tokens` and `seed` are None when the client left the choice to us. `sampling.max_tokens` is an upper bound:
-    the prompt's length may lower it. The `..._field` names are those to blame in errors.
+    the prompt's length may lower it. The `..._field` names are those to blame in errors. `cache_salt` is what the
+    client named, which only splits its tenant's own. `chat` says what to look for in the answers of a chat; None for
+    others. `num_logprobs` and `prompt_logprobs` are what the client sees of each, `sampling` what is computed.
+    `prompt_only`: no answer is wanted. `num_returned`: so many answers of each prompt, the best, are returned; None =
+    all of them.
     """
 
     prompts: tuple[Prompt, ...]
@@ -66,15 +76,35 @@ class GenerationPlan:
     include_usage: bool
     want_receipt: bool
     echo: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    slo: str = ""
+    chat: ChatSyntax | None = None
+    num_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_only: bool = False
+    num_returned: int | None = None
+
+    @property
+    def num_shown(self) -> int:
+        """Answers of each prompt that are returned."""
+        return self.num_choices if self.num_returned is None else self.num_returned
 
 
 @dataclass(frozen=True, slots=True)
 class RequestScope:
-    """What all sequences of one request share: its id, its deadline on the router's clock, the tenant's salt."""
+    """What all sequences of one request share: its id, its deadline on the router's clock, the salt of its blocks'
+    names, the tenant's name, the priority, which the tenant may ask for, the name of its class, if any, and the API and
+    the trace that it belongs to."""
 
     request_id: str
     deadline: float
     cache_salt: bytes = b""
+    tenant: str = ""
+    priority: int = 0
+    slo: str = ""
+    endpoint: str = ""
+    traceparent: str = ""
 
 
 def check_model(model: str, limits: ModelLimits) -> None:
@@ -95,25 +125,42 @@ def plan_chat(body: ChatBody, limits: ModelLimits) -> GenerationPlan:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    prompts = (Conversation(tuple(body.messages)),)
-    return _plan(body, limits, prompts, max_tokens=max_tokens, max_tokens_field=field, num_logprobs=num_logprobs)
+    check_messages(body.messages)
+    tools = requested_tools(body)
+    grammar = chat_grammar(body, tools)
+    plan = _plan(
+        body,
+        limits,
+        (Conversation(tuple(body.messages), tools.tools),),
+        max_tokens=max_tokens,
+        max_tokens_field=field,
+        num_logprobs=num_logprobs,
+        grammar=grammar,
+    )
+    return replace(plan, chat=chat_syntax(tools, limits.chat, has_grammar=grammar is not None))
 
 
 def plan_completion(body: CompletionBody, limits: ModelLimits) -> GenerationPlan:
     """Raises KvferryError naming the field at fault."""
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise invalid("best_of", "must equal n: choosing among more answers than are returned is not supported")
-    if body.echo and body.logprobs is not None:
-        raise invalid("logprobs", "together with echo is not supported: prompt tokens have no logprobs here")
+    prompt_only, candidates = wants_prompt_only(body), num_candidates(body)
     plan = _plan(
         body,
         limits,
-        _completion_prompts(body.prompt, limits.vocab_size),
-        max_tokens=body.max_tokens,
+        completion_prompts(body.prompt, limits.vocab_size),
+        # A worker always samples a token; nobody sees that one.
+        max_tokens=1 if prompt_only else body.max_tokens,
         max_tokens_field="max_tokens",
         num_logprobs=body.logprobs,
+        grammar=grammar_of(body),
     )
-    return replace(plan, echo=bool(body.echo))
+    if body.echo and body.logprobs is not None:
+        plan.sampling.prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
+    if candidates is not None:
+        _check_choices("best_of", candidates, plan.prompts)
+        # They are ranked by them.
+        plan.sampling.num_logprobs = body.logprobs or 0
+        plan = replace(plan, num_choices=candidates, num_returned=plan.num_choices)
+    return replace(plan, echo=bool(body.echo), prompt_only=prompt_only)
 
 
 def tokenize_prompt(body: TokenizeBody) -> Prompt:
@@ -121,9 +168,12 @@ def tokenize_prompt(body: TokenizeBody) -> Prompt:
     if body.messages is not None:
         if body.prompt is not None:
             raise invalid("prompt", "and messages exclude each other")
-        return Conversation(tuple(body.messages))
+        check_messages(body.messages)
+        return Conversation(tuple(body.messages), tool_use(body.tools or (), None, None, parallel=True).tools)
     if body.prompt is None:
         raise invalid("prompt", "or messages is required")
+    if body.tools:
+        raise invalid("tools", "needs messages")
     return body.prompt
 
 
@@ -151,6 +201,13 @@ def build_requests(
                     deadline=scope.deadline,
                     stop=plan.stop,
                     cache_salt=scope.cache_salt,
+                    tenant=scope.tenant,
+                    priority=scope.priority,
+                    slo=scope.slo,
+                    endpoint=scope.endpoint,
+                    traceparent=scope.traceparent,
+                    shown_tokens=plan.chat.shown_tokens if plan.chat is not None else frozenset(),
+                    prompt_only=plan.prompt_only,
                 )
             )
     return requests
@@ -184,17 +241,19 @@ def _plan(
     max_tokens: int | None,
     max_tokens_field: str,
     num_logprobs: int | None,
+    grammar: Grammar | None,
 ) -> GenerationPlan:
     check_model(body.model, limits)
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
         raise invalid("stream_options", "needs stream to be true")
     num_choices = body.n or 1
-    if num_choices * len(prompts) > MAX_CHOICES:
-        raise invalid("n", f"times the number of prompts must be at most {MAX_CHOICES}")
+    _check_choices("n", num_choices, prompts)
+    if body.prompt_logprobs is not None and stream:
+        raise invalid("prompt_logprobs", "cannot be streamed; in a stream of completions use echo and logprobs")
     is_chat = isinstance(body, ChatBody)
     default = limits.max_context_tokens if is_chat else DEFAULT_COMPLETION_TOKENS
-    sampling = _sampling(body, num_logprobs)
+    sampling = _sampling(body, num_logprobs, grammar)
     sampling.max_tokens = min(max_tokens or default, limits.max_context_tokens)
     check_sampling(sampling, vocab_size=limits.vocab_size, max_context_tokens=limits.max_context_tokens)
     return GenerationPlan(
@@ -209,10 +268,20 @@ def _plan(
         stream=stream,
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         want_receipt=bool(body.kv_receipt),
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        slo=body.slo or "",
+        num_logprobs=num_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
-def _sampling(body: GenerationBody, num_logprobs: int | None) -> SamplingParams:
+def _check_choices(field_name: str, num_choices: int, prompts: Sequence[Prompt]) -> None:
+    if num_choices * len(prompts) > MAX_CHOICES:
+        raise invalid(field_name, f"times the number of prompts must be at most {MAX_CHOICES}")
+
+
+def _sampling(body: GenerationBody, num_logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
     params = SamplingParams(
         min_tokens=body.min_tokens or 0,
         top_k=body.top_k or 0,
@@ -227,7 +296,8 @@ def _sampling(body: GenerationBody, num_logprobs: int | None) -> SamplingParams:
             setattr(params, field, value)
     if num_logprobs is not None:
         params.num_logprobs = num_logprobs
-    grammar = grammar_of(body)
+    if body.prompt_logprobs is not None:
+        params.prompt_logprobs = body.prompt_logprobs
     if grammar is not None:
         params.grammar.CopyFrom(grammar)
     return params
@@ -251,23 +321,3 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     if any(not 1 <= len(string) <= MAX_STOP_CHARS for string in strings):
         raise invalid("stop", f"has a string that is empty or longer than {MAX_STOP_CHARS} characters")
     return strings
-
-
-def _completion_prompts(prompt: str | list[int | str | list[int]], vocab_size: int) -> tuple[Prompt, ...]:
-    if isinstance(prompt, str):
-        return (prompt,)
-    kinds = set(map(type, prompt))
-    if kinds == {int}:
-        return (_checked_ids(cast(list[int], prompt), vocab_size),)
-    if len(prompt) > MAX_PROMPTS:
-        raise invalid("prompt", f"has {len(prompt)} entries, more than the limit of {MAX_PROMPTS}")
-    if kinds == {str}:
-        return tuple(cast(list[str], prompt))
-    if kinds == {list}:
-        return tuple(_checked_ids(ids, vocab_size) for ids in cast(list[list[int]], prompt))
-    raise invalid("prompt", "must be a string, a list of strings, a list of token ids or a list of lists of token ids")
-
-
-def _checked_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:
-    check_token_ids("prompt", ids, vocab_size=vocab_size, max_tokens=len(ids))
-    return tuple(ids)

@@ -3,12 +3,23 @@
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from router.tenants import Tenant
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+TENANT = "tenant"
+"""Where a scope has the tenant who asks, once that is known."""
+
 RawHeaders = Sequence[tuple[bytes, bytes]]
+
+
+def tenant_of(scope: Scope) -> Tenant:
+    """The tenant who asks, on a route that has looked at the key."""
+    tenant: Tenant = scope[TENANT]
+    return tenant
 
 
 async def send_body(

@@ -29,7 +29,11 @@ async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerat
             if entry is None:
                 running -= 1
             elif isinstance(entry, BaseException):
-                raise entry
+                try:
+                    raise entry
+                finally:
+                    # Its traceback has this frame: together they would hold all streams until the collector comes.
+                    del entry
             else:
                 yield entry
     finally:

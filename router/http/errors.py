@@ -2,13 +2,13 @@
 
 import logging
 import math
-import traceback
 from collections.abc import Mapping
 
 import orjson
 
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.errors import KvferryError
+from runtime.telemetry import describe_defect
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class ClientGone(Exception):
 
 def http_error(error: KvferryError) -> HttpError:
     """How a failure of the cluster looks over HTTP. 429 and 503 always say when to come back."""
-    headers = {}
+    headers = {"www-authenticate": "Bearer"} if error.code == ErrorCode.UNAUTHENTICATED else {}
     if error.code in (ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE):
         retry_after_s = math.ceil(error.retry_after_ms / 1000) or _DEFAULT_RETRY_AFTER_S
         headers["retry-after"] = str(retry_after_s)
@@ -71,11 +71,15 @@ def http_error(error: KvferryError) -> HttpError:
 
 
 def to_http_error(error: Exception) -> HttpError:
-    """Any failure as an answer. A defect is logged by type and place only: its message may quote a prompt."""
+    """Any failure as an answer; a defect is logged."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, KvferryError):
         return http_error(error)
-    where = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("a request met an unexpected %s\n%s", type(error).__name__, where)
+    log_defect(error)
     return HttpError(500, "The server met an internal error.", code="internal")
+
+
+def log_defect(error: Exception) -> None:
+    """An exception that nobody foresaw."""
+    logger.error("a request met an unexpected %s", describe_defect(error))

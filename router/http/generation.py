@@ -1,4 +1,4 @@
-"""The two generation endpoints: one request from its body to the last byte of its answer.
+"""The generation endpoints: one request from its body to the last byte of its answer.
 
 1. refuse at once while draining, or when too many requests are here already
 2. read and check the body, plan what to generate
@@ -9,11 +9,12 @@
 Failures: before the first byte, an error status; after it, one error event; a client that left gets nothing.
 """
 
+import asyncio
 import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -21,29 +22,32 @@ from typing import Generic, TypeVar
 from starlette.datastructures import Headers
 
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
+from router.access_log import AccessNote, access_note
+from router.chat_plan import syntax_behind, template_messages
 from router.generation import GenerationRequest, TextChunk, TextEnd
 from router.generation_plan import (
     Conversation,
     GenerationPlan,
-    ModelLimits,
     Prompt,
     RequestScope,
     build_requests,
-    plan_chat,
-    plan_completion,
 )
-from router.http.asgi import RawHeaders, Receive, Scope, Send, send_body
+from router.http.asgi import RawHeaders, Receive, Scope, Send, send_body, tenant_of
+from router.http.best_of import best_answers
 from router.http.choices import interleave
+from router.http.deadline import deadline_of
+from router.http.endpoint_kind import AnswerShape, Asked, EndpointKind
 from router.http.errors import ClientGone, to_http_error
-from router.http.json_body import BodyReader, decode_body
-from router.http.openai_requests import ChatBody, CompletionBody
-from router.http.openai_responses import Answer, AnswerHead, AnswerShape, ChatShape, CompletionShape, usage_of
+from router.http.json_body import LARGE_BODY_BYTES, BodyReader, decode_body
+from router.http.openai_responses import Answer, AnswerHead, Echo, usage_of
 from router.http.services import Services
-from router.http.sse import ClientWatch, EventStream, event
+from router.http.sse import ClientWatch, EventStream
+from router.text.chat_reader import ChatReader, ChatSyntax, chat_events
 from router.text.text_generation import generate
-from router.text.tokenizer import AsyncTokenizer, Tokenizer
+from router.text.tokenizer import AsyncTokenizer
 from runtime.errors import KvferryError
 from runtime.telemetry import request_context
+from runtime.tracing import trace_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,28 +58,19 @@ _CLIENT_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointKind(Generic[B]):
-    """What tells one generation endpoint from the other."""
-
-    name: str
-    id_prefix: str
-    body_type: type[B]
-    plan: Callable[[B, ModelLimits], GenerationPlan]
-    shape: Callable[[AnswerHead, Tokenizer, Sequence[str]], AnswerShape]
-
-
-CHAT = EndpointKind("chat", "chatcmpl-", ChatBody, plan_chat, lambda head, tokens, _: ChatShape(head, tokens))
-COMPLETIONS = EndpointKind("completions", "cmpl-", CompletionBody, plan_completion, CompletionShape)
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """A request after tokenising: what to run and how to dress the answer."""
 
-    plan: GenerationPlan
+    asked: Asked
     requests: list[GenerationRequest]
+    chat: ChatSyntax | None
     shape: AnswerShape
     headers: RawHeaders
+    note: AccessNote
+
+    @property
+    def plan(self) -> GenerationPlan:
+        return self.asked.plan
 
     def receipt(self, ends: Sequence[TextEnd | None]) -> KVReceipt | None:
         """The first choice's receipt, if the client wants one."""
@@ -84,7 +79,7 @@ class _Job:
 
 
 class RequestCap:
-    """At most `limit` requests in this process, from the first byte of the body to the last of the answer.
+    """At most `limit` requests behind one front door, from the first byte of the body to the last of the answer.
 
     The queues of the cluster have their own bounds; this one bounds what waits in front of them.
     """
@@ -117,69 +112,105 @@ class GenerationEndpoint(Generic[B]):
         headers = Headers(scope=scope)
         started = self._services.clock.now()
         status = 500
-        with request_context(request_id):
+        traceparent = self._services.begin_trace(headers.get("traceparent"))
+        note = access_note(scope)
+        note.request_id, note.trace_id = request_id, trace_id_of(traceparent)
+        with request_context(request_id, note.trace_id):
             try:
-                status = await self._answer(request_id, headers, receive, send)
+                status = await self._answer(request_id, traceparent, scope, receive, send)
             except ClientGone:
                 status = CLIENT_GONE_STATUS
                 raise
             except Exception as problem:
                 error = to_http_error(problem)
-                error.headers["x-request-id"] = request_id
+                error.headers.update(dict.fromkeys(self._kind.id_headers, request_id))
                 status = error.status
-                raise error from None
+                try:
+                    raise error from None
+                finally:
+                    # Its traceback has this frame: together they would hold the prompt until the collector comes.
+                    del error
             finally:
                 duration_ms = (self._services.clock.now() - started) * 1000
                 _log(self._kind.name, status, duration_ms, headers.get("x-request-id", ""))
 
-    async def _answer(self, request_id: str, headers: Headers, receive: Receive, send: Send) -> int:
+    async def _answer(self, request_id: str, traceparent: str, scope: Scope, receive: Receive, send: Send) -> int:
         """Returns the status that tells how it went; a failure inside a stream has one too."""
         with ExitStack() as held:
             with self._services.at_door():
                 if self._services.draining():
                     raise KvferryError(ErrorCode.UNAVAILABLE, "This router is shutting down.", retry_after_ms=1000)
                 held.enter_context(self._cap)
-                plan = await self._plan(headers, receive)
-            with ClientWatch(receive):
+                headers, now = Headers(scope=scope), self._services.clock.now()
+                deadline = deadline_of(headers, now, self._services.request_timeout_s)
+                asked = await self._read(headers, receive)
+                plan, tenant = asked.plan, tenant_of(scope)
+                tenant.check_priority(plan.priority)
+            with ClientWatch(receive), asked.fields.applied():
                 with self._services.at_door():
-                    job = await self._prepare(plan, request_id)
+                    salt = tenant.salt_for(plan.cache_salt)
+                    request = RequestScope(
+                        request_id, deadline, salt, tenant.name, plan.priority, plan.slo, self._kind.name, traceparent
+                    )
+                    job = await self._prepare(asked, request, access_note(scope))
                 if plan.stream:
                     return await self._stream(job, send)
                 data = await self._collect(job)
             await send_body(send, 200, data, headers=job.headers)
             return 200
 
-    async def _plan(self, headers: Headers, receive: Receive) -> GenerationPlan:
-        body = await decode_body(await self._bodies.read(headers, receive), self._kind.body_type)
-        plan = self._kind.plan(body, self._services.limits())
-        return replace(plan, want_receipt=True) if headers.get("x-kvferry-receipt") == "1" else plan
+    async def _read(self, headers: Headers, receive: Receive) -> Asked:
+        data = await self._bodies.read(headers, receive)
+        body, limits = await decode_body(data, self._kind.body_type), self._services.limits()
+        if len(data) > LARGE_BODY_BYTES:
+            asked = await asyncio.to_thread(self._kind.read, body, limits)
+        else:
+            asked = self._kind.read(body, limits)
+        if headers.get("x-kvferry-receipt") == "1":
+            asked = replace(asked, plan=replace(asked.plan, want_receipt=True))
+        return asked
 
-    async def _prepare(self, plan: GenerationPlan, request_id: str) -> _Job:
-        limits = self._services.limits()
+    async def _prepare(self, asked: Asked, scope: RequestScope, note: AccessNote) -> _Job:
+        plan, limits = asked.plan, self._services.limits()
         prompt_ids = [await token_ids_of(prompt, self._services.tokenizer) for prompt in plan.prompts]
-        scope = RequestScope(request_id, self._services.clock.now() + self._services.request_timeout_s)
+        note.prompt_tokens = sum(map(len, prompt_ids))
         head = AnswerHead(
-            request_id=request_id,
+            request_id=scope.request_id,
             model=limits.model,
             created=int(time.time()),
-            logprobs=plan.sampling.HasField("num_logprobs"),
+            logprobs=plan.num_logprobs is not None,
             usage_in_chunks=plan.stream and plan.include_usage,
+            echo_logprobs=plan.num_logprobs if plan.echo else None,
+            prompt_logprobs=plan.prompt_logprobs,
+            prompt_tokens=note.prompt_tokens,
         )
-        echoes = []
-        if plan.echo:
-            for prompt, token_ids in zip(plan.prompts, prompt_ids, strict=True):
-                text = prompt if isinstance(prompt, str) else await self._services.tokenizer.decode(token_ids)
-                echoes.extend([text] * plan.num_choices)
+        echoes = await self._echoes(plan, prompt_ids) if plan.echo else []
         return _Job(
-            plan=plan,
+            asked=asked,
             requests=build_requests(plan, prompt_ids, limits, scope),
-            shape=self._kind.shape(head, self._services.tokenizer.tokenizer, echoes),
-            headers=[(b"x-request-id", request_id.encode())],
+            chat=plan.chat and syntax_behind(plan.chat, prompt_ids[0], self._services.tokenizer.tokenizer),
+            shape=asked.shape(plan, head, self._services.tokenizer.tokenizer, echoes),
+            headers=[(name.encode(), scope.request_id.encode()) for name in self._kind.id_headers],
+            note=note,
         )
+
+    async def _echoes(self, plan: GenerationPlan, prompt_ids: Sequence[Sequence[int]]) -> list[Echo]:
+        """The prompt of each choice as it comes back: as it was given; with logprobs, whose offsets count in it, as its
+        tokens read."""
+        echoes: list[Echo] = []
+        for prompt, token_ids in zip(plan.prompts, prompt_ids, strict=True):
+            as_given = isinstance(prompt, str) and plan.num_logprobs is None
+            text = str(prompt) if as_given else await self._services.tokenizer.decode(token_ids)
+            echoes += [Echo(text, token_ids)] * plan.num_shown
+        return echoes
 
     def _texts(self, job: _Job) -> AsyncGenerator[tuple[int, TextChunk | TextEnd], None]:
         tokenizer = self._services.tokenizer.tokenizer
-        return interleave([generate(self._services.source, request, tokenizer) for request in job.requests])
+        texts = [generate(self._services.source, request, tokenizer) for request in job.requests]
+        if job.chat is not None:
+            readers = [ChatReader(job.chat, request.request_id) for request in job.requests]
+            texts = [chat_events(stream, reader) for stream, reader in zip(texts, readers, strict=True)]
+        return interleave(texts)
 
     async def _collect(self, job: _Job) -> bytes:
         answers = [Answer() for _ in job.requests]
@@ -187,41 +218,36 @@ class GenerationEndpoint(Generic[B]):
             async for index, item in items:
                 answers[index].add(item)
         ends = [answer.end for answer in answers if answer.end is not None]
-        return job.shape.body(answers, usage_of(ends, job.plan.num_choices), job.receipt(ends))
+        job.note.output_tokens = sum(end.completion_tokens for end in ends)
+        shown = best_answers(answers, job.plan.num_choices, job.plan.num_shown)
+        receipt = job.receipt([answer.end for answer in shown])
+        return job.shape.body(shown, usage_of(ends, job.plan.num_choices), receipt)
 
     async def _stream(self, job: _Job, send: Send) -> int:
-        async with EventStream(send, headers=job.headers, quiet_s=self._services.quiet_s) as stream:
+        shape, quiet_s = job.shape, self._services.quiet_s
+        async with EventStream(send, headers=job.headers, quiet_s=quiet_s, heartbeat=shape.heartbeat) as stream:
             try:
-                await self._send_events(job, stream)
+                with job.asked.fields.applied():
+                    await self._send_events(job, stream)
             except Exception as problem:
                 error = to_http_error(problem)
                 if not stream.started:
-                    raise error from None
-                await stream.fail(error)
+                    try:
+                        raise error from None
+                    finally:
+                        del error  # as above
+                await stream.close(shape.failure(error))
                 return error.status
         return 200
 
     async def _send_events(self, job: _Job, stream: EventStream) -> None:
-        ends: list[TextEnd | None] = [None] * len(job.requests)
-        opened: set[int] = set()
         async with aclosing(self._texts(job)) as items:
             async for index, item in items:
-                chunks = []
-                if index not in opened:
-                    opened.add(index)
-                    chunks.append(job.shape.opening(index))
                 if isinstance(item, TextEnd):
-                    ends[index] = item
-                    is_last = None not in ends and not job.plan.include_usage
-                    chunks.append(job.shape.finish(index, item, job.receipt(ends) if is_last else None))
-                else:
-                    chunks.append(job.shape.delta(index, item))
-                if data := b"".join(event(chunk) for chunk in chunks if chunk is not None):
+                    job.note.output_tokens += item.completion_tokens
+                if data := job.shape.events(index, item):
                     await stream.send(data)
-        if job.plan.include_usage:
-            usage = usage_of([end for end in ends if end is not None], job.plan.num_choices)
-            await stream.send(event(job.shape.usage(usage, job.receipt(ends))))
-        await stream.close()
+        await stream.close(job.shape.closing())
 
 
 async def token_ids_of(prompt: Prompt, tokenizer: AsyncTokenizer) -> Sequence[int]:
@@ -229,7 +255,7 @@ async def token_ids_of(prompt: Prompt, tokenizer: AsyncTokenizer) -> Sequence[in
     if isinstance(prompt, str):
         return await tokenizer.encode(prompt)
     if isinstance(prompt, Conversation):
-        return await tokenizer.encode_chat([{"role": m.role, "content": m.text()} for m in prompt.messages])
+        return await tokenizer.encode_chat(template_messages(prompt.messages), prompt.tools)
     return prompt
 
 

@@ -10,30 +10,50 @@ from typing import Any, Protocol
 
 import orjson
 
-from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, TokenOutput
+from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, PromptTokenLogprob, TokenOutput
 from router.generation import TextChunk, TextEnd
-from router.http.openai_logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from router.http.openai_logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, prompt_logprobs
+from router.http.openai_messages import chat_delta, chat_message
+from router.receipts import json_fields
+from router.text.chat_events import ChatChunk, ChatEnd, ChatEvent
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What is the same in everything sent for one request. `usage_in_chunks` puts a null usage into each chunk."""
+    """What is the same in everything sent for one request. `usage_in_chunks` puts a null usage into each chunk.
+
+    `echo_logprobs`: how many alternatives an echoed prompt's logprobs have, None = it has none. `prompt_logprobs`: the
+    same for those in vLLM's form. `prompt_tokens` counts those of all prompts.
+    """
 
     request_id: str
     model: str
     created: int
     logprobs: bool = False
     usage_in_chunks: bool = False
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that comes back before its answer."""
+
+    text: str
+    token_ids: Sequence[int]
 
 
 @dataclass(slots=True)
 class Answer:
-    """One choice, collected. `end` is None until the choice has ended."""
+    """One choice, collected. `events` are those of a chat. `end` is None until the choice has ended."""
 
     pieces: list[str] = field(default_factory=list)
+    events: list[ChatEvent] = field(default_factory=list)
     tokens: list[TokenOutput] = field(default_factory=list)
+    prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list)
     end: TextEnd | None = None
 
     def add(self, item: TextChunk | TextEnd) -> None:
@@ -43,9 +63,12 @@ class Answer:
         else:
             self.pieces.append(item.text)
             self.tokens.extend(item.tokens)
+            self.prompt_logprobs.extend(item.prompt_logprobs)
+            if isinstance(item, ChatChunk):
+                self.events.extend(item.events)
 
 
-class AnswerShape(Protocol):
+class ChunkShape(Protocol):
     """How one endpoint dresses its answers. Chunks are JSON objects, ready to be sent as events."""
 
     def opening(self, index: int) -> bytes | None:
@@ -65,7 +88,7 @@ class AnswerShape(Protocol):
 
 
 class ChatShape:
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`: takes ChatChunks and ChatEnds. What one chunk made final is one delta."""
 
     def __init__(self, head: AnswerHead, tokens: TokenTexts) -> None:
         self._head = head
@@ -76,12 +99,13 @@ class ChatShape:
 
     def delta(self, index: int, chunk: TextChunk) -> bytes | None:
         logprobs = chat_logprobs(chunk.tokens, self._tokens) if self._head.logprobs and chunk.tokens else None
-        if not chunk.text and logprobs is None:
+        events = chunk.events if isinstance(chunk, ChatChunk) else ()
+        if not events and logprobs is None:
             return None
-        return self._chunk(index, {"content": chunk.text}, logprobs=logprobs)
+        return self._chunk(index, chat_delta(events) or {"content": ""}, logprobs=logprobs)
 
     def finish(self, index: int, end: TextEnd, receipt: KVReceipt | None) -> bytes:
-        return self._chunk(index, {}, finish_reason=_FINISH_REASONS[end.reason], receipt=receipt)
+        return self._chunk(index, {}, finish_reason=_finish_reason(end), receipt=receipt)
 
     def usage(self, usage: dict[str, Any], receipt: KVReceipt | None) -> bytes:
         return _dump(self._head, "chat.completion.chunk", [], usage=usage, receipt=receipt)
@@ -90,18 +114,19 @@ class ChatShape:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(answer.pieces), "refusal": None},
+                "message": chat_message(answer.events),
                 "logprobs": chat_logprobs(answer.tokens, self._tokens) if self._head.logprobs else None,
-                "finish_reason": _finish_reason(answer),
+                "finish_reason": _finish_reason(answer.end),
             }
             for index, answer in enumerate(answers)
         ]
-        return _dump(self._head, "chat.completion", choices, usage=usage, receipt=receipt)
+        of_prompt = _prompt_logprobs(self._head, answers[0], self._tokens)
+        return _dump(self._head, "chat.completion", choices, usage=usage, receipt=receipt, extra=of_prompt)
 
     def _chunk(
         self,
         index: int,
-        delta: dict[str, str],
+        delta: dict[str, Any],
         *,
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
@@ -112,45 +137,64 @@ class ChatShape:
 
 
 class CompletionShape:
-    """`/v1/completions`. `echoes` holds the prompt's text for each choice, or nothing."""
+    """`/v1/completions`. `echoes` holds the prompt for each choice, or nothing.
 
-    def __init__(self, head: AnswerHead, tokens: TokenTexts, echoes: Sequence[str] = ()) -> None:
+    An echo with logprobs comes with the first delta, which brings them; without, as an opening.
+    """
+
+    def __init__(self, head: AnswerHead, tokens: TokenTexts, echoes: Sequence[Echo] = ()) -> None:
         self._head = head
         self._tokens = tokens
         self._echoes = echoes
         self._logprobs_of: dict[int, CompletionLogprobs] = {}
 
     def opening(self, index: int) -> bytes | None:
-        return self._chunk(index, self._echoes[index]) if self._echoes else None
+        if not self._echoes or self._head.echo_logprobs is not None:
+            return None
+        return self._chunk(index, self._echoes[index].text)
 
     def delta(self, index: int, chunk: TextChunk) -> bytes | None:
-        logprobs = self._logprobs(index, chunk.tokens) if self._head.logprobs and chunk.tokens else None
-        if not chunk.text and logprobs is None:
+        text = chunk.text
+        wanted = self._head.logprobs and bool(chunk.tokens)
+        if self._head.echo_logprobs is not None and index not in self._logprobs_of:
+            text, wanted = self._echoes[index].text + text, True
+        logprobs = self._logprobs(index, chunk.prompt_logprobs, chunk.tokens) if wanted else None
+        if not text and logprobs is None:
             return None
-        return self._chunk(index, chunk.text, logprobs=logprobs)
+        return self._chunk(index, text, logprobs=logprobs)
 
     def finish(self, index: int, end: TextEnd, receipt: KVReceipt | None) -> bytes:
-        return self._chunk(index, "", finish_reason=_FINISH_REASONS[end.reason], receipt=receipt)
+        return self._chunk(index, "", finish_reason=_finish_reason(end), receipt=receipt)
 
     def usage(self, usage: dict[str, Any], receipt: KVReceipt | None) -> bytes:
         return _dump(self._head, "text_completion", [], usage=usage, receipt=receipt)
 
     def body(self, answers: Sequence[Answer], usage: dict[str, Any], receipt: KVReceipt | None) -> bytes:
-        choices = [
-            {
-                "index": index,
-                "text": "".join([*self._echoes[index : index + 1], *answer.pieces]),
-                "logprobs": self._logprobs(index, answer.tokens) if self._head.logprobs else None,
-                "finish_reason": _finish_reason(answer),
-            }
-            for index, answer in enumerate(answers)
-        ]
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return _dump(self._head, "text_completion", choices, usage=usage, receipt=receipt)
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenOutput]) -> dict[str, Any]:
-        if index not in self._logprobs_of:
-            self._logprobs_of[index] = CompletionLogprobs(self._tokens)
-        return self._logprobs_of[index].shape(tokens)
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        wanted = self._head.logprobs
+        return {
+            "index": index,
+            "text": "".join([*(echo.text for echo in self._echoes[index : index + 1]), *answer.pieces]),
+            "logprobs": self._logprobs(index, answer.prompt_logprobs, answer.tokens) if wanted else None,
+            "finish_reason": _finish_reason(answer.end),
+            **_prompt_logprobs(self._head, answer, self._tokens),
+        }
+
+    def _logprobs(
+        self, index: int, prompt: Sequence[PromptTokenLogprob], tokens: Sequence[TokenOutput]
+    ) -> dict[str, Any]:
+        """Of the next tokens of a choice, and of its prompt before the first of them where that is echoed."""
+        shaper, alternatives = self._logprobs_of.get(index), self._head.echo_logprobs
+        if shaper is not None:
+            return shaper.shape(tokens)
+        shaper = self._logprobs_of[index] = CompletionLogprobs(self._tokens)
+        if alternatives is None:
+            return shaper.shape(tokens)
+        echoed = shaper.shape_prompt(self._echoes[index].token_ids, prompt, alternatives)
+        return {name: echoed[name] + values for name, values in shaper.shape(tokens).items()}
 
     def _chunk(
         self,
@@ -181,23 +225,23 @@ def usage_of(ends: Sequence[TextEnd], num_choices: int) -> dict[str, Any]:
 
 def receipt_fields(receipt: KVReceipt) -> dict[str, Any]:
     """A receipt as JSON: all fields, also those at zero; the checksum in hexadecimal, times to a microsecond."""
-    fields: dict[str, Any] = {}
-    for descriptor in KVReceipt.DESCRIPTOR.fields:
-        value = getattr(receipt, descriptor.name)
-        if isinstance(value, bytes):
-            value = value.hex()
-        elif isinstance(value, float):
-            value = round(value, 3)
-        elif descriptor.is_repeated:
-            value = list(value)
-        fields[descriptor.name] = value
-    return fields
+    return json_fields(receipt)
 
 
-def _finish_reason(answer: Answer) -> str:
-    if answer.end is None:
+def _prompt_logprobs(head: AnswerHead, answer: Answer, texts: TokenTexts) -> dict[str, Any]:
+    """The field `prompt_logprobs` of an answer, if the client wants it."""
+    if head.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs(answer.prompt_logprobs, head.prompt_logprobs, texts)}
+
+
+def _finish_reason(end: TextEnd | None) -> str:
+    if end is None:
         raise AssertionError("a choice that has not ended has no finish_reason")
-    return _FINISH_REASONS[answer.end.reason]
+    # An answer cut short says so, calls or not: the last one may be incomplete.
+    if isinstance(end, ChatEnd) and end.made_calls and end.reason == FinishReason.STOP:
+        return "tool_calls"
+    return _FINISH_REASONS[end.reason]
 
 
 def _dump(
@@ -207,6 +251,7 @@ def _dump(
     *,
     usage: dict[str, Any] | None = None,
     receipt: KVReceipt | None = None,
+    extra: dict[str, Any] | None = None,
 ) -> bytes:
     message: dict[str, Any] = {
         "id": head.request_id,
@@ -219,4 +264,5 @@ def _dump(
         message["usage"] = usage
     if receipt is not None:
         message["kv_receipt"] = receipt_fields(receipt)
+    message.update(extra or {})
     return orjson.dumps(message)

@@ -6,6 +6,7 @@ Here each of these has a bound.
 """
 
 import asyncio
+import ssl
 import time
 from email.utils import formatdate
 from typing import Any
@@ -39,6 +40,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._received = 0  # Bytes of the current message,
         self._payload = 0  # and how many of them were body.
+        self._in_head = False
         self._deaf = False  # Input is dropped; reading goes on only to see the connection end.
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -70,10 +72,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._expect_head()
 
     def on_message_begin(self) -> None:
+        self._in_head = True
         if not self._deaf:
             super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
         if self._deaf:
             return
         if self._answering():
@@ -119,7 +123,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         if self._head_timer is None and not self.transport.is_closing():
-            self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        # Where a refused body is still coming, its request has had its answer.
+        if self._in_head and not self._deaf:
+            self._refuse(408, "The request's head did not arrive in time.", "request_timeout")
+        else:
+            self.transport.close()
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -148,8 +159,19 @@ class HttpServer:
     backlog = 1024
 
     def __init__(
-        self, app: Any, *, host: str, port: int, protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol
+        self,
+        app: Any,
+        *,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        share_port: bool = False,
+        protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
     ) -> None:
+        """With `tls` (`runtime.tls.https_context`) it speaks HTTPS and nothing else. `share_port`: other processes may
+        listen there too, and each gets a share of the connections."""
+        self._tls = tls
+        self._share_port = share_port
         self._host = host
         self._port = port
         self._protocol = protocol
@@ -173,7 +195,13 @@ class HttpServer:
         self._config.load()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: self._protocol(self._config, self._state, {}, loop), self._host, self._port, backlog=self.backlog
+            lambda: self._protocol(self._config, self._state, {}, loop),
+            self._host,
+            self._port,
+            backlog=self.backlog,
+            reuse_port=self._share_port or None,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else self._protocol.head_timeout_s,
         )
         self._port = int(self._server.sockets[0].getsockname()[1])
 

@@ -1,22 +1,36 @@
 """What the HTTP front door needs from the rest of the router, in one value."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
 from router.generation import TokenSource
 from router.generation_plan import ModelLimits
 from router.http.errors import ClientGone, HttpError
+from router.live_page import LivePage
+from router.live_requests import RequestView
+from router.tenants import TenantDirectory
 from router.text.tokenizer import AsyncTokenizer
-from runtime.clock import Clock
+from router.traces import untraced
+from runtime.clock import Clock, SystemClock
 from runtime.errors import KvferryError
 from runtime.limits import DEFAULT_REQUEST_TIMEOUT_S
 
 
 def count_elsewhere(error: KvferryError) -> None:
     """For those who do not count refusals."""
+
+
+def no_requests(now: float) -> Sequence[RequestView]:
+    """For sources that do not tell what they have."""
+    return ()
+
+
+def everybody() -> TenantDirectory:
+    """No keys: one anonymous tenant. Its salts are of no cluster, so only a router that has none may use it."""
+    return TenantDirectory(None, b"", SystemClock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +40,11 @@ class Services:
     `limits` is asked anew for each request, since the workers that set them come and go.
     `unready_reason` says why requests cannot be served now; None when they can. `draining` turns true for good
     once the process shuts down: new generations are refused, running ones finish. `render_metrics` gives body and
-    content type. `find_receipt` knows the last requests by id. `refused_at_door` hears of each generation request
-    that ends before the source has seen it. `quiet_s` is the longest silence in a stream.
+    content type. `find_receipt` knows the last requests by id, each for the tenant of that name alone.
+    `refused_at_door` hears of each generation request that ends before the source has seen it. `quiet_s` is the longest
+    silence in a stream. `live_requests` has those of this moment and the last that ended. `begin_trace` tells from
+    a client's `traceparent` what a request's is to be. `tenants` knows who asks; with `protect_metrics` metrics need a
+    key like all else. Without `live_page` the page at /ui has no data.
     """
 
     source: TokenSource
@@ -37,11 +54,16 @@ class Services:
     unready_reason: Callable[[], str | None]
     draining: Callable[[], bool]
     render_metrics: Callable[[], tuple[bytes, str]]
-    find_receipt: Callable[[str], KVReceipt | None]
+    find_receipt: Callable[[str, str], KVReceipt | None]
+    live_requests: Callable[[float], Sequence[RequestView]] = no_requests
+    begin_trace: Callable[[str | None], str] = untraced
     refused_at_door: Callable[[KvferryError], None] = count_elsewhere
     request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
     quiet_s: float = 10.0
     max_requests: int = 1024
+    tenants: TenantDirectory = field(default_factory=everybody)
+    protect_metrics: bool = False
+    live_page: LivePage | None = None
 
     @contextmanager
     def at_door(self) -> Iterator[None]:

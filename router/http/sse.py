@@ -5,10 +5,11 @@ happens for a while a comment goes out instead: proxies keep the connection, and
 """
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 from router.http.asgi import RawHeaders, Receive, Send
-from router.http.errors import ClientGone, HttpError
+from router.http.errors import ClientGone
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": keep-alive\n\n"
@@ -24,16 +25,25 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def named_event(name: str, data: bytes) -> bytes:
+    """The same with a name of its kind."""
+    return b"event: " + name.encode() + b"\n" + event(data)
+
+
 class EventStream:
-    """The answer to one streaming request: `async with`, `send` events, then `close` or `fail`.
+    """The answer to one streaming request: `async with`, `send` events, then `close`.
 
     `send` waits while the client reads too slowly, so nothing piles up here. One task uses it at a time.
+    `heartbeat` gives what is sent after each `quiet_s` seconds of silence.
     """
 
-    def __init__(self, send: Send, *, headers: RawHeaders, quiet_s: float) -> None:
+    def __init__(
+        self, send: Send, *, headers: RawHeaders, quiet_s: float, heartbeat: Callable[[], bytes] = lambda: HEARTBEAT
+    ) -> None:
         self._send = send
         self._headers = [*_HEADERS, *headers]
         self._quiet_s = quiet_s
+        self._silence = heartbeat
         self._loop = asyncio.get_running_loop()
         self._last_write = self._loop.time()
         self._writing = False
@@ -56,15 +66,8 @@ class EventStream:
             await self._heartbeat
         await self._write(data, more=True)
 
-    async def close(self) -> None:
-        """End a stream that went well: the [DONE] event, then nothing."""
-        await self._finish(DONE)
-
-    async def fail(self, error: HttpError) -> None:
-        """End a stream that went wrong after it began: one error event, no [DONE]."""
-        await self._finish(event(error.body()))
-
-    async def _finish(self, data: bytes) -> None:
+    async def close(self, data: bytes = DONE) -> None:
+        """Send the last events, good or bad, and nothing after them."""
         self._timer.cancel()
         if self._heartbeat is not None:
             await self._heartbeat
@@ -93,7 +96,7 @@ class EventStream:
 
     async def _beat(self) -> None:
         try:
-            await self._write(HEARTBEAT, more=True)
+            await self._write(self._silence(), more=True)
         except OSError:
             pass  # The connection is gone, which the watch on it reports.
         finally:
@@ -123,6 +126,8 @@ class ClientWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watcher.cancel()
+        # Its cancellation's traceback leads to this watch: would that lead back, both had to wait for the collector.
+        del self._watcher
         if not self._gone:
             return
         asked_from_outside = self._owner.uncancel() > self._cancelling

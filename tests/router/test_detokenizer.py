@@ -235,6 +235,11 @@ def test_a_marker_is_not_split_by_a_stop_string_it_does_not_begin() -> None:
 def test_the_stop_string_that_is_complete_first_wins_and_then_the_longest() -> None:
     assert cut_at_stop("xabcd", ("abcd", "c")) == ("xab", True)
     assert cut_at_stop("xabcd", ("cd", "abcd", "d")) == ("x", True)
+    for stop, found in ((("abcd", "c"), "c"), (("cd", "abcd", "d"), "abcd"), (("y",), None)):
+        matcher = StopMatcher(stop)
+        for char in "xabcd":
+            matcher.push(char)
+        assert matcher.found == found
 
 
 def test_a_stop_string_can_be_completed_by_what_is_flushed_at_the_end() -> None:

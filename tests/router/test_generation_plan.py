@@ -160,6 +160,8 @@ def test_an_empty_prompt_without_a_first_token_is_refused() -> None:
         (chat, "n", MAX_CHOICES, 10**6),
         (completion, "n", MAX_CHOICES, 10**6),
         (completion, "best_of", MAX_CHOICES, 10**6),
+        (completion, "prompt_logprobs", MAX_TOP_LOGPROBS, 10**6),
+        (chat, "prompt_logprobs", MAX_TOP_LOGPROBS, 10**6),
         (completion, "prompt", MAX_PROMPTS, ["a"] * 100_000),
         (chat, "messages", MAX_MESSAGES, [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)),
         (chat, "stop", MAX_STOP_STRINGS, ["a"] * 10_000),
@@ -193,16 +195,14 @@ def test_a_bad_logit_bias_is_refused(bias: dict[str, Any]) -> None:
 def test_combinations_that_mean_nothing_are_refused() -> None:
     assert refused(chat, top_logprobs=2).field == "top_logprobs"
     assert refused(chat, stream_options={"include_usage": True}).field == "stream_options"
-    assert refused(completion, best_of=2).field == "best_of"
-    assert completion(best_of=2, n=2).num_choices == 2
-    assert refused(completion, echo=True, logprobs=1).field == "logprobs"
+    assert refused(completion, best_of=1, n=2).field == "best_of"
     assert refused(chat, store=True).field == "store"
 
 
 @pytest.mark.parametrize(
     "extra",
     [{"user": "u"}, {"store": False}, {"metadata": {"a": "b"}}, {"service_tier": "auto"}, {"modalities": ["text"]},
-     {"parallel_tool_calls": True}, {"tool_choice": "none"}, {"response_format": {"type": "text"}},
+     {"parallel_tool_calls": False}, {"tool_choice": "none"}, {"response_format": {"type": "text"}},
      {"safety_identifier": "s"}, {"prompt_cache_key": "k"}],
 )  # fmt: skip
 def test_fields_that_ask_for_nothing_are_taken(extra: dict[str, Any]) -> None:

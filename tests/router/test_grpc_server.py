@@ -2,20 +2,18 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 
-from kvferry_rpc import public_pb2, public_pb2_grpc
-from kvferry_rpc.common_pb2 import Error, ErrorCode, FinishReason, Grammar, KVReceipt, LogitBias, SamplingParams
+from kvferry_rpc import public_pb2
+from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, Grammar, KVReceipt, LogitBias, SamplingParams
 from router.cluster_state import cluster_state
-from router.grpc_server import REQUEST_ID_METADATA_KEY, SERVICE_NAME, PublicService
-from runtime.errors import ERROR_METADATA_KEY, KvferryError
-from runtime.grpc_life import GrpcServer, channel
-from tests.support.http_door import CONTEXT, MODEL, Door, ids_of, one_by_one, tokenizer
+from router.grpc_server import REQUEST_ID_METADATA_KEY
+from runtime.errors import KvferryError
+from tests.support.grpc_door import serving
+from tests.support.http_door import CONTEXT, MODEL, ids_of, one_by_one, tokenizer
 from tests.support.router_cluster import router_cluster
 from tests.support.scripted_source import Finish, Script
 
@@ -24,41 +22,6 @@ TEXT = "Once upon a time \N{GRINNING FACE} there was a \u4e2d\u6587 word."
 
 def spoken(text: str = TEXT, reason: "FinishReason.ValueType" = FinishReason.STOP) -> Script:
     return lambda request: [*one_by_one(text), Finish(reason)]
-
-
-class Client:
-    """A stub, and the door behind it."""
-
-    def __init__(self, stub: Any, door: Door) -> None:
-        self.stub = stub
-        self.door = door
-
-    async def generate(self, timeout_s: float = 10.0, **fields: Any) -> list[public_pb2.GenerateResponse]:
-        request = public_pb2.GenerateRequest(**{"model": MODEL, **fields})
-        return [response async for response in self.stub.Generate(request, timeout=timeout_s)]
-
-    async def refusal(self, **fields: Any) -> tuple[grpc.StatusCode, Error]:
-        """Status and error of a Generate that fails."""
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await self.generate(**fields)
-        metadata = dict(caught.value.trailing_metadata() or ())
-        return caught.value.code(), Error.FromString(metadata.get(ERROR_METADATA_KEY, b""))
-
-
-@asynccontextmanager
-async def serving(
-    script: Script, state: Any = public_pb2.ClusterStateResponse, **changes: Any
-) -> AsyncIterator[Client]:
-    door = Door(script, **changes)
-    server = GrpcServer("127.0.0.1")
-    service = PublicService(door.services, state)
-    server.add_service(public_pb2_grpc.add_KvferryServicer_to_server, service, SERVICE_NAME, internal=False)
-    await server.start()
-    try:
-        async with channel(server.address) as link:
-            yield Client(public_pb2_grpc.KvferryStub(link), door)
-    finally:
-        await server.stop(0)
 
 
 async def test_text_streams_and_ends_with_one_finish() -> None:
@@ -81,6 +44,18 @@ async def test_a_receipt_comes_when_it_is_asked_for() -> None:
         receipt = responses[-1].finish.receipt
         assert receipt.request_id == responses[0].request_id
         assert receipt.transport == "shm"
+
+
+async def test_log_probabilities_of_the_prompt_come_first_in_messages_of_bounded_size() -> None:
+    async with serving(spoken()) as client:
+        ids = public_pb2.TokenIds(ids=[300 + i % 90 for i in range(400)])
+        responses = await client.generate(tokens=ids, sampling=SamplingParams(max_tokens=50, prompt_logprobs=2))
+        counts = [len(response.prompt_logprobs) for response in responses]
+        assert counts[:2] == [256, 143]
+        assert not any(counts[2:])
+        assert not any(response.tokens for response in responses[:2])
+        entries = [entry for response in responses for entry in response.prompt_logprobs]
+        assert [(entry.position, entry.token_id) for entry in entries] == list(enumerate(ids.ids))[1:]
 
 
 async def test_only_the_last_message_has_the_receipt() -> None:
@@ -180,13 +155,15 @@ def chat(*messages: tuple[str, str]) -> public_pb2.ChatPrompt:
         ({"tokens": public_pb2.TokenIds()}, "tokens"),
         ({"tokens": public_pb2.TokenIds(ids=[2**32 - 1])}, "tokens"),
         ({"chat": chat()}, "chat"),
-        ({"chat": chat(("tool", "x"))}, "chat"),
+        ({"chat": chat(("tool", "x"))}, "chat.messages[0].tool_call_id"),
+        ({"chat": chat(("robot", "x"))}, "chat.messages[0].role"),
         ({"chat": chat(*[("user", "x")] * 3000)}, "chat"),
         ({"text": "x", "stop": [""]}, "stop"),
         ({"text": "x", "stop": ["y" * 300]}, "stop"),
         ({"text": "x", "stop": ["y"] * 17}, "stop"),
         ({"text": "x", "sampling": SamplingParams(min_tokens=20, max_tokens=10)}, "min_tokens"),
         ({"text": "x", "sampling": SamplingParams(num_logprobs=21)}, "top_logprobs"),
+        ({"text": "x", "sampling": SamplingParams(prompt_logprobs=21)}, "prompt_logprobs"),
         ({"text": "x", "sampling": SamplingParams(stop_token_ids=[10**6])}, "stop_token_ids"),
         ({"text": "x", "sampling": SamplingParams(logit_bias=[LogitBias(token_id=1, bias=math.nan)])}, "logit_bias"),
         ({"text": "x", "sampling": SamplingParams(logit_bias=[LogitBias(token_id=10**9, bias=1)])}, "logit_bias"),
@@ -194,6 +171,7 @@ def chat(*messages: tuple[str, str]) -> public_pb2.ChatPrompt:
         ({"text": "x", "sampling": SamplingParams(grammar=Grammar(text="x"))}, "grammar"),
         ({"text": "x", "sampling": SamplingParams(grammar=Grammar(kind=Grammar.REGEX, text="a" * 5000))}, "grammar"),
         ({"text": "x", "sampling": SamplingParams(grammar=Grammar(kind=Grammar.EBNF, text="[" * 99))}, "grammar"),
+        ({"text": "x", "slo": "gold"}, "slo"),
         ({"text": "x" * (4 * 1024 * 1024 + 1)}, "text"),
     ],
 )
@@ -277,6 +255,13 @@ async def test_the_callers_deadline_is_the_requests_deadline_and_ends_it() -> No
         assert now < client.door.source.requests[0].deadline <= now + 2.01  # grpc rounds it up
 
 
+async def test_class_and_priority_reach_the_cluster() -> None:
+    async with serving(spoken()) as client:
+        await client.generate(text="x", slo="batch", priority=3)
+        (request,) = client.door.source.requests
+        assert (request.slo, request.priority) == ("batch", 3)
+
+
 async def test_a_call_without_a_deadline_gets_the_routers() -> None:
     async with serving(spoken(), request_timeout_s=33.0) as client:
         call = client.stub.Generate(public_pb2.GenerateRequest(model=MODEL, text="x"))
@@ -296,7 +281,7 @@ async def test_a_router_that_shuts_down_refuses_new_generations_and_counts_them(
 
 async def test_models_and_receipts_can_be_asked_for() -> None:
     kept = {"r": KVReceipt(request_id="r", transport="tcp")}
-    async with serving(spoken(), find_receipt=kept.get) as client:
+    async with serving(spoken(), find_receipt=lambda request_id, tenant: kept.get(request_id)) as client:
         models = await client.stub.ListModels(public_pb2.ListModelsRequest())
         assert [(model.id, model.max_context_tokens) for model in models.models] == [(MODEL, CONTEXT)]
         assert await client.stub.GetReceipt(public_pb2.GetReceiptRequest(request_id="r")) == kept["r"]

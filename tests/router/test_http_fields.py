@@ -38,6 +38,8 @@ TAKEN: dict[str, set[str]] = {
     "logprobs": {"true"},  # chat; for completions it is a number, see below
     "parallel_tool_calls": {"true"},
     "echo": {"true"},
+    "cache_salt": {'"0.7"'},
+    "priority": {"-1"},
 }
 UNKNOWN_MODEL = {("model", '"0.7"')}
 

@@ -26,7 +26,7 @@ async def get(door: Door, path: str) -> Any:
 
 async def test_a_kept_receipt_is_found_by_id() -> None:
     kept = KVReceipt(request_id="r1", bytes_sent=2**40, checksum=b"\xab\xcd", earlier_failures=["x"], prefill_ms=1.25)
-    door = Door(says("x"), find_receipt={"r1": kept}.get)
+    door = Door(says("x"), find_receipt=lambda request_id, tenant: {"r1": kept}.get(request_id))
     body = (await get(door, "/v1/receipts/r1")).json()
     assert body == receipt_fields(kept)
     assert (body["bytes_sent"], body["checksum"], body["earlier_failures"]) == (2**40, "abcd", ["x"])

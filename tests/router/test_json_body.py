@@ -14,6 +14,7 @@ from router.http.json_body import BodyReader, decode, decode_body
 from router.http.openai_requests import ChatBody, TokenizeBody
 from runtime.errors import KvferryError
 from runtime.limits import MAX_BODY_BYTES
+from tests.support.http_door import MODEL, Door, says
 
 JSON = Headers({"content-type": "application/json"})
 
@@ -86,7 +87,9 @@ async def test_a_body_that_does_not_arrive_ends_in_a_timeout() -> None:
         {"content-type": "text/plain"},
         {"content-type": "multipart/form-data; boundary=x"},
         {"content-type": "application/json; charset=utf-16"},
-        {"content-type": "application/json", "content-encoding": "gzip"},
+        {"content-type": "application/json", "content-encoding": "zstd"},
+        {"content-type": "application/json", "content-encoding": "br"},
+        {"content-type": "application/json", "content-encoding": "gzip, gzip"},
     ],
 )
 async def test_other_content_types_are_refused(headers: dict[str, str]) -> None:
@@ -165,9 +168,9 @@ def test_an_integer_of_thousands_of_digits_is_refused_by_field() -> None:
     [
         ({"zebra": 1}, "zebra", "not a field"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'tool'"),
+        ({"messages": [{"role": "wibble", "content": "x"}]}, "messages[0].role", "'wibble'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "str | array"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls", "not supported"),
+        ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio", "not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "required"),
         ({"prompt": 5}, "prompt", "got `int`"),
     ],
@@ -197,3 +200,24 @@ async def test_a_large_body_is_decoded_like_a_small_one() -> None:
     assert (await decode_body(json.dumps({"prompt": text}).encode(), TokenizeBody)).prompt == text
     with pytest.raises(KvferryError):
         await decode_body(b" " * json_body.LARGE_BODY_BYTES + b"[]", TokenizeBody)
+
+
+FREE_FIELDS = [
+    '"structured_outputs": {"json": {"x": %s}}',
+    '"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x": %s}}}',
+    '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": %s}}}]',
+    '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x": %s}}}]',
+    '"metadata": %s',
+    '"temperature": NaN, "structured_outputs": {"json": {"x": %s}}',
+]
+
+
+@pytest.mark.parametrize("field", FREE_FIELDS, ids=range(len(FREE_FIELDS)))
+async def test_no_depth_of_nesting_in_a_field_of_any_json_is_a_defect(field: str) -> None:
+    # H031: just below, at, and far beyond where a recursive walk over it would end.
+    door = Door(says("x"))
+    for depth in (30, 65, 300, 900, 990, 100_000):
+        for opening, closing in (("[", "]"), ('{"a":', "}")):
+            nested = opening * depth + "1" + closing * depth
+            body = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "x"}}], {field % nested}}}'
+            assert (await door.post("/v1/chat/completions", body.encode())).status_code in (200, 400)

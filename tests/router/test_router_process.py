@@ -1,94 +1,20 @@
 """`python -m router` as a real process: its ready line, its doors, its drain."""
 
 import asyncio
-import json
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
 from kvferry_rpc import public_pb2, public_pb2_grpc
-from kvferry_rpc.internal_pb2 import LoadReport
 from router.config import RouterConfig
 from runtime.config import parse_config
 from runtime.grpc_life import channel
-from runtime.kv_event_log import KVEventLog
-from runtime.membership import MembershipClient, RetryTimes
-from tests.support.fake_workers import SECRET, Fabric, FakeDecode, FakePrefill, continuation
-
-MODEL_DIR = Path(__file__).parents[1] / "data" / "tiny-real"
-ROOT = Path(__file__).parents[2]
-VOCAB_SIZE = 4032
-
-
-@dataclass
-class RouterProcess:
-    """A running router and how to reach it."""
-
-    process: asyncio.subprocess.Process
-    ports: dict[str, int]
-    secret: bytes
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.ports['http_port']}"
-
-    async def exit_status(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), 20)
-
-
-@asynccontextmanager
-async def router(tmp_path: Path, *flags: str) -> AsyncIterator[RouterProcess]:
-    secret_file = tmp_path / "secret"
-    secret_file.write_bytes(SECRET)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "router", f"--model={MODEL_DIR}", "--served-model-name=tiny",
-        f"--cluster-secret-file={secret_file}", "--http-port=0", "--grpc-port=0", "--internal-port=0",
-        "--exit-on-stdin-close", *flags,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        line = json.loads(await asyncio.wait_for(process.stdout.readline(), 30))
-        assert line["ready"] is True
-        assert line["role"] == "router"
-        ports = {name: line[name] for name in ("http_port", "grpc_port", "internal_port")}
-        yield RouterProcess(process, ports, SECRET)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        # So that the pipe's transport is not left to the garbage collector.
-        process.stdin.close()  # type: ignore[union-attr]
-
-
-@asynccontextmanager
-async def attached(running: RouterProcess, *workers: FakeDecode | FakePrefill) -> AsyncIterator[None]:
-    clients = []
-    for worker in workers:
-        register = await worker.start()
-        register.vocab_size = VOCAB_SIZE
-        client = MembershipClient(
-            [f"127.0.0.1:{running.ports['internal_port']}"], running.secret, register,
-            lambda: LoadReport(blocks_free=64), KVEventLog(), lambda: None, retry=RetryTimes(0.05, 0.2),
-        )  # fmt: skip
-        client.start()
-        clients.append(client)
-    try:
-        async with asyncio.timeout(15):
-            for client in clients:
-                await client.wait_attached()
-        yield
-    finally:
-        for client in clients:
-            await client.stop()
-        for worker in workers:
-            await worker.stop()
+from tests.support.fake_model import continuation
+from tests.support.fake_workers import Fabric, FakeDecode, FakePrefill
+from tests.support.router_process import ROOT, RouterProcess, attached, router
 
 
 def body(**fields: object) -> dict[str, object]:
@@ -208,10 +134,22 @@ def test_what_must_be_proven_comes_from_the_flags() -> None:
     assert config.dispatch_limits.require_transports == ("nixl", "ucx")
 
 
+def test_the_forecast_and_the_classes_come_from_the_flags() -> None:
+    targets = ["--slo-interactive-ttft-s=0.5", "--slo-interactive-tpot-s=0.05", "--slo-batch-ttft-s=600"]
+    limits = parse_config(RouterConfig, [*FLAGS, "--kv-forecast-tokens=64", *targets]).dispatch_limits
+    assert limits.forecast_tokens == 64
+    interactive, batch = limits.slo_classes
+    assert (interactive.name, interactive.ttft_s, interactive.tpot_s) == ("interactive", 0.5, 0.05)
+    assert (batch.name, batch.ttft_s) == ("batch", 600.0)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         ["--http-port=70000"],
+        ["--kv-forecast-tokens=-1"],
+        ["--slo-interactive-tpot-s=0"],
+        ["--slo-batch-ttft-s=nan"],
         ["--http-port=9000", "--grpc-port=9000"],
         ["--max-in-flight=0"],
         ["--receipts-kept=0"],

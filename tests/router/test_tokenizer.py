@@ -310,9 +310,12 @@ class Gate:
 
 async def test_the_async_tokenizer_gives_the_results_of_the_plain_one() -> None:
     facade = AsyncTokenizer(tiny_real())
-    ids = await facade.encode("Hello, wörld")
-    assert ids == tiny_real().encode("Hello, wörld")
-    assert await facade.decode(ids) == "Hello, wörld"
+    for text in ("Hello, wörld", "Hello, wörld " * 1000):
+        ids = await facade.encode(text)
+        assert ids == tiny_real().encode(text)
+        assert await facade.decode(ids) == text
+        chat = [{"role": "user", "content": text}]
+        assert await facade.encode_chat(chat) == tiny_real().encode_chat(chat)
     assert await facade.encode_chat(CHAT) == tiny_real().encode_chat(CHAT)
     assert facade.tokenizer is tiny_real()
     with refused("suffix"):
@@ -322,7 +325,7 @@ async def test_the_async_tokenizer_gives_the_results_of_the_plain_one() -> None:
 
 async def test_more_calls_than_the_bound_are_refused_at_once_and_slots_come_back() -> None:
     gate = Gate()
-    facade = AsyncTokenizer(gate, num_threads=1, max_pending=3)  # type: ignore[arg-type]
+    facade = AsyncTokenizer(gate, num_threads=1, max_pending=3, short_chars=0)  # type: ignore[arg-type]
     running = [asyncio.create_task(facade.encode("a")) for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(KvferryError) as caught:
@@ -338,7 +341,7 @@ async def test_more_calls_than_the_bound_are_refused_at_once_and_slots_come_back
 
 async def test_a_cancelled_caller_gives_its_slot_back_once_the_work_is_over() -> None:
     gate = Gate()
-    facade = AsyncTokenizer(gate, num_threads=1, max_pending=2)  # type: ignore[arg-type]
+    facade = AsyncTokenizer(gate, num_threads=1, max_pending=2, short_chars=0)  # type: ignore[arg-type]
     running, waiting = asyncio.create_task(facade.encode("a")), asyncio.create_task(facade.encode("a"))
     await asyncio.to_thread(gate.started.wait, 20)
     waiting.cancel()
@@ -346,6 +349,17 @@ async def test_a_cancelled_caller_gives_its_slot_back_once_the_work_is_over() ->
         await waiting
     gate.open.set()
     assert await running == await facade.encode("a")
+    facade.close()
+
+
+async def test_a_short_text_is_encoded_where_it_is_asked_for_and_a_longer_one_by_a_thread() -> None:
+    gate = Gate()
+    gate.open.set()
+    facade = AsyncTokenizer(gate, short_chars=3)  # type: ignore[arg-type]
+    await facade.encode("abc")
+    assert gate.threads == {threading.current_thread().name}
+    await facade.encode("abcd")
+    assert len(gate.threads) == 2
     facade.close()
 
 
@@ -375,6 +389,7 @@ async def test_a_closed_async_tokenizer_is_unavailable() -> None:
     facade = AsyncTokenizer(tiny_real())
     facade.close()
     facade.close()
-    with pytest.raises(KvferryError) as caught:
-        await facade.encode("a")
-    assert caught.value.code == ErrorCode.UNAVAILABLE
+    for text in ("a", "a" * 10_000):
+        with pytest.raises(KvferryError) as caught:
+            await facade.encode(text)
+        assert caught.value.code == ErrorCode.UNAVAILABLE
