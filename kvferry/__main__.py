@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from kvferry import __version__
-from kvferry.child_process import LaunchError
 from kvferry.commands.registry import COMMANDS
 from kvferry.console import Console
 from kvferry.run_dir import RunDirInUseError
+from runtime.child_process import LaunchError
 from runtime.errors import KvferryError
 
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from kv_transfer.options import AUTO, SendOptions, WireDtype, check_names
+from kvferry.router_flags import RouterFlags
 from runtime.config import flag_name
+from runtime.tracing import TracingOptions
 
+_INTERNAL_TLS = ("internal_tls_cert_file", "internal_tls_key_file", "internal_tls_ca_file")
 INTERNAL_HOST = "127.0.0.1"  # workers, and the port where they attach: never reachable from elsewhere
 
 
@@ -48,7 +51,20 @@ class ClusterSpec:
     strict_handoff: bool = False
     require_transport: tuple[str, ...] = ()
     reuse_decode_kv: bool | None = None
+    api_keys_file: Path | None = None
+    protect_metrics: bool = False
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_client_ca_file: Path | None = None
+    internal_tls_cert_file: Path | None = None
+    internal_tls_key_file: Path | None = None
+    internal_tls_ca_file: Path | None = None
+    router: RouterFlags = field(default_factory=RouterFlags)
     log_level: str = "info"
+    log_json: bool = False
+    access_log: bool = False
+    otlp_endpoint: str = ""
+    trace_file: Path | None = None
     restart: bool = True
     start_timeout_s: float = 180.0
     drain_timeout_s: float = 30.0
@@ -65,11 +81,15 @@ class ClusterSpec:
         if self.speculative_tokens is not None and not 0 <= self.speculative_tokens <= 64:
             raise ValueError("--speculative-tokens must be 0 to 64")
         self._check_transfer()
+        self._check_door()
+        TracingOptions(otlp_endpoint=self.otlp_endpoint).validate()
         for flag, port in (("--http-port", self.http_port), ("--grpc-port", self.grpc_port)):
             if not 0 <= port <= 65535:
                 raise ValueError(f"{flag} must be 0 to 65535, not {port}")
         if self.http_port and self.http_port == self.grpc_port:
             raise ValueError("--http-port and --grpc-port must differ")
+        if self.num_routers > 32:
+            raise ValueError("--router-processes must be 1 to 32")
         if self.start_timeout_s <= 0 or self.drain_timeout_s <= 0:
             raise ValueError("--start-timeout and --drain-timeout must be positive")
 
@@ -84,11 +104,32 @@ class ClusterSpec:
             if getattr(self, name) not in (None, 8, 16, 32, 64, 128):
                 raise ValueError(f"{flag_name(name)} must be a power of two from 8 to 128")
 
+    def _check_door(self) -> None:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("--tls-cert-file and --tls-key-file go together")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("--tls-client-ca-file needs --tls-cert-file")
+        if self.protect_metrics and self.api_keys_file is None:
+            raise ValueError("--protect-metrics needs --api-keys-file")
+        internal = [getattr(self, name) is not None for name in _INTERNAL_TLS]
+        if any(internal) and not all(internal):
+            raise ValueError(f"{', '.join(map(flag_name, _INTERNAL_TLS))} go together")
+
     @property
     def worker_ids(self) -> tuple[str, ...]:
         """prefill-0, ..., decode-0, ...: stable over restarts."""
         prefill = tuple(f"prefill-{index}" for index in range(self.num_prefill))
         return prefill + tuple(f"decode-{index}" for index in range(self.num_decode))
+
+    @property
+    def num_routers(self) -> int:
+        """Router processes, each of which workers attach to, at ports in a row."""
+        return self.router.router_processes or 1
+
+    @property
+    def http_scheme(self) -> str:
+        """http, or https where the router has a certificate."""
+        return "https" if self.tls_cert_file is not None else "http"
 
     @property
     def local_host(self) -> str:
@@ -98,15 +139,21 @@ class ClusterSpec:
     def router_argv(self, secret_file: Path, ports: dict[str, int]) -> tuple[str, ...]:
         """Command line of the router; `ports` holds http_port, grpc_port and internal_port (0 = any free one)."""
         name = {"served_model_name": self.served_model_name}
-        flags = {**self._common(secret_file), **name, "host": self.host, "internal_host": INTERNAL_HOST, **ports}
+        flags: dict[str, Any] = {**self._common(secret_file), **name, "host": self.host, **ports, **self.router.given}
+        flags["internal_host"] = INTERNAL_HOST
         flags["require_transport"] = ",".join(self.require_transport) or None
+        for field_name in ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"):
+            flags[field_name] = getattr(self, field_name)
         switches = ["--strict-handoff"] if self.strict_handoff else []
+        switches += ["--protect-metrics"] if self.protect_metrics else []
+        switches += ["--access-log"] if self.access_log else []
+        switches += ["--log-json"] if self.log_json else []
         if self.reuse_decode_kv is not None:
             switches.append("--reuse-decode-kv" if self.reuse_decode_kv else "--no-reuse-decode-kv")
         return (*self.commands.router, *_flags(flags), *switches, "--exit-on-stdin-close")
 
-    def worker_argv(self, worker_id: str, secret_file: Path, router_address: str) -> tuple[str, ...]:
-        """Command line of one worker that attaches to `router_address`."""
+    def worker_argv(self, worker_id: str, secret_file: Path, router_addresses: str) -> tuple[str, ...]:
+        """Command line of one worker that attaches to these, host:port with commas between them."""
         prefill = worker_id.startswith("prefill-")
         own_block_size = self.prefill_block_size if prefill else self.decode_block_size
         flags = {
@@ -114,7 +161,7 @@ class ClusterSpec:
             "worker_id": worker_id,
             "host": INTERNAL_HOST,
             "port": 0,
-            "routers": router_address,
+            "routers": router_addresses,
             "block_size": self.block_size if own_block_size is None else own_block_size,
             "num_blocks": self.num_blocks,
             "token_budget": self.token_budget,
@@ -131,7 +178,8 @@ class ClusterSpec:
         else:
             flags["speculative_tokens"] = self.speculative_tokens
         command = self.commands.prefill if prefill else self.commands.decode
-        return (*command, *_flags(flags), "--exit-on-stdin-close")
+        switches = ["--log-json"] if self.log_json else []
+        return (*command, *_flags(flags), *switches, "--exit-on-stdin-close")
 
     def _common(self, secret_file: Path) -> dict[str, Any]:
         return {
@@ -139,6 +187,9 @@ class ClusterSpec:
             "cluster_secret_file": secret_file,
             "drain_timeout_s": self.drain_timeout_s,
             "log_level": self.log_level,
+            "otlp_endpoint": self.otlp_endpoint or None,
+            "trace_file": self.trace_file,
+            **{name: getattr(self, name) for name in _INTERNAL_TLS},
         }
 
 

@@ -8,15 +8,16 @@ deadline is killed. Only own children are ever signalled.
 
 import asyncio
 import http.client
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.child_process import ChildProcess, LaunchError, describe_exit
 from kvferry.cluster_spec import INTERNAL_HOST, ClusterSpec
 from kvferry.run_dir import RunDir
+from runtime.child_process import ChildProcess, LaunchError, describe_exit
 from runtime.grpc_life import join_host_port
 
 ROUTER = "router"
@@ -92,7 +93,7 @@ class LocalCluster:
             raise
         self._write_state()
         self._keepers = [asyncio.create_task(self._keep(name)) for name in self._children]
-        self._tell("up", "cluster", f"http://{self.http_address} and gRPC {self.grpc_address}")
+        self._tell("up", "cluster", f"{self._spec.http_scheme}://{self.http_address} and gRPC {self.grpc_address}")
 
     async def stop(self) -> bool:
         """Drain and stop everything. Returns False when a process had to be killed."""
@@ -117,8 +118,9 @@ class LocalCluster:
         if name == ROUTER:
             argv = self._spec.router_argv(secret, self._ports)
         else:
-            address = join_host_port(INTERNAL_HOST, self._ports["internal_port"])
-            argv = self._spec.worker_argv(name, secret, address)
+            first = self._ports["internal_port"]
+            addresses = [join_host_port(INTERNAL_HOST, first + index) for index in range(self._spec.num_routers)]
+            argv = self._spec.worker_argv(name, secret, ",".join(addresses))
         child = ChildProcess(name, argv, self._log_dir / f"{name}.log", self._run_dir.path)
         self._children[name] = child
         await child.start(max(deadline - time.monotonic(), 0.001))
@@ -132,7 +134,7 @@ class LocalCluster:
                 if child.exit_status is not None:
                     tail = child.log_tail()
                     raise LaunchError(f"{child.name} {describe_exit(child.exit_status)} while starting:\n{tail}")
-            status, last = await asyncio.to_thread(_get_ready, self._spec.local_host, self._ports["http_port"])
+            status, last = await asyncio.to_thread(_get_ready, self._spec, self._ports["http_port"])
             if status == http.client.OK:
                 return
             await asyncio.sleep(_READY_POLL_S)
@@ -223,8 +225,14 @@ def _describe_ready(child: ChildProcess) -> str:
     return ", ".join(facts)
 
 
-def _get_ready(host: str, port: int) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(host, port, timeout=5)
+def _get_ready(spec: ClusterSpec, port: int) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(spec.local_host, port, timeout=5)
+    if spec.http_scheme == "https":
+        # Our own child on this host: its certificate is for the names by which others know it.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(spec.local_host, port, timeout=5, context=context)
     try:
         connection.request("GET", "/ready")
         answer = connection.getresponse()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.child_process import CHILD_ENVIRONMENT, LaunchError, describe_exit
+from runtime.child_process import CHILD_ENVIRONMENT, LaunchError, describe_exit
 
 DEFAULT_CACHE_DIR = Path("~/.cache/kvferry").expanduser()
 PREPARE_COMMAND = (sys.executable, "-m", "engine.prepare")

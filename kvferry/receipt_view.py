@@ -3,23 +3,13 @@
 from typing import Any
 
 from kv_transfer.choice import degraded
-from kvferry_rpc.common_pb2 import KVReceipt
-from router.receipts import FINAL_FAILURE
+from kvferry_rpc.common_pb2 import KVReceipt, Migration
+from router.receipts import FINAL_FAILURE, json_fields
 
 
 def receipt_dict(receipt: KVReceipt) -> dict[str, Any]:
     """Every field by its proto name, zeros included; the checksum in hexadecimal."""
-    values: dict[str, Any] = {}
-    for field in KVReceipt.DESCRIPTOR.fields:
-        value = getattr(receipt, field.name)
-        if isinstance(value, bytes):
-            value = value.hex()
-        elif isinstance(value, float):
-            value = round(value, 3)
-        elif field.name == "earlier_failures":
-            value = list(value)
-        values[field.name] = value
-    return values
+    return json_fields(receipt)
 
 
 def receipt_rows(receipt: KVReceipt) -> list[tuple[str, str]]:
@@ -57,10 +47,20 @@ def receipt_rows(receipt: KVReceipt) -> list[tuple[str, str]]:
         ("commit_ms", f"{receipt.commit_ms:.1f}"),
         ("decode_ms", f"{receipt.decode_ms:.1f}"),
     ]
+    rows += [("migrations", _migration(migration)) for migration in receipt.migrations] or [("migrations", "none")]
     return rows + [
         ("failure" if failure.startswith(FINAL_FAILURE) else "earlier_failure", failure)
         for failure in receipt.earlier_failures
     ]
+
+
+def _migration(migration: Migration) -> str:
+    verified = "verified" if migration.checksum_verified else "NOT VERIFIED"
+    return (
+        f"{migration.from_worker} -> {migration.to_worker} after {migration.output_tokens} tokens: "
+        f"{migration.blocks_sent} blocks, {migration.bytes_sent:,} bytes over {migration.transport} ({verified}), "
+        f"{migration.tokens_recomputed} tokens recomputed, {migration.pause_ms:.1f} ms"
+    )
 
 
 def _hidden_share(receipt: KVReceipt) -> str:

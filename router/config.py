@@ -5,16 +5,21 @@ from pathlib import Path
 from typing import Literal
 
 from kv_transfer.choice import PREFERENCE
-from router.dispatcher import DispatchLimits
+from router.dispatch_limits import DispatchLimits
+from router.door_options import DoorOptions
+from router.process_options import ProcessOptions
+from router.queue_options import QueueOptions
 from runtime.config import flag, required_flag
 from runtime.limits import DEFAULT_REQUEST_TIMEOUT_S
+from runtime.tls import InternalTlsOptions
+from runtime.tracing import TracingOptions
 
 TRANSPORTS = tuple(name for name in PREFERENCE if name != "memory")  # That one ends at the process.
 _MAX_SERVED_NAME_CHARS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(DoorOptions, QueueOptions, InternalTlsOptions, TracingOptions, ProcessOptions):
     """The kvferry router: front door of a cluster."""
 
     model: Path = required_flag("Prepared model directory; only its tokenizer and configuration are read.")
@@ -28,22 +33,36 @@ class RouterConfig:
     request_timeout_s: float = flag(DEFAULT_REQUEST_TIMEOUT_S, "Longest time a request may take.")
     max_in_flight: int = flag(256, "Requests that run at the same time; each choice of n counts.")
     max_queued: int = flag(1024, "Requests that wait for a place; one more is refused at once.")
-    max_queued_tokens: int = flag(4_000_000, "Prompt tokens of the requests that wait; more are refused at once.")
+    max_queued_tokens: int = flag(
+        4_000_000, "Tokens of the requests that wait, prompts and expected answers; more are refused at once."
+    )
     max_room_wait_s: float = flag(120.0, "Longest wait for room on a worker once every one is full.")
     strict_handoff: bool = flag(False, "Fail a request whose hand-off from a prefill worker is not proven whole.")
     require_transport: tuple[str, ...] = flag(
         (), "KV transports that will do: others fail with --strict-handoff, else warn. Empty: what both ends expected."
     )
     reuse_decode_kv: bool = flag(True, "Let prefill workers pull KV that only decode workers have cached.")
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = flag(
+        "auto", "How the model writes tool calls; auto tells from its chat template. Where unknown, tools are refused."
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = flag(
+        "auto", "think: <think> blocks become reasoning_content; auto: if the chat template has that marker."
+    )
     receipts_kept: int = flag(4096, "KV receipts kept for later questions.")
     heartbeat_s: float = flag(5.0, "A worker silent for this long is avoided, for three times as long cut off.")
     drain_timeout_s: float = flag(60.0, "Longest time to finish running requests after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Least severe log lines to write.")
     log_json: bool = flag(False, "Write log lines as JSON.")
+    access_log: bool = flag(False, "Log a line for each request; without any of its text.")
     exit_on_stdin_close: bool = flag(False, "Drain and exit when standard input closes.")
 
     def validate(self) -> None:
         """Raises ValueError naming the flag."""
+        DoorOptions.validate(self)
+        QueueOptions.validate(self)
+        InternalTlsOptions.validate(self)
+        TracingOptions.validate(self)
+        ProcessOptions.validate(self)
         if len(self.served_model_name) > _MAX_SERVED_NAME_CHARS:
             raise ValueError(f"--served-model-name must have at most {_MAX_SERVED_NAME_CHARS} characters")
         ports = {"http": self.http_port, "grpc": self.grpc_port, "internal": self.internal_port}
@@ -53,6 +72,8 @@ class RouterConfig:
         chosen = [port for port in ports.values() if port]
         if len(set(chosen)) != len(chosen):
             raise ValueError("--http-port, --grpc-port and --internal-port must differ")
+        if self.internal_port + self.router_processes > 65536:
+            raise ValueError("--internal-port, and those that follow it for --router-processes, must be at most 65535")
         unknown = [name for name in self.require_transport if name not in TRANSPORTS]
         if unknown:
             known = ", ".join(TRANSPORTS)
@@ -77,6 +98,8 @@ class RouterConfig:
             max_queued=self.max_queued,
             max_queued_tokens=self.max_queued_tokens,
             max_room_wait_s=self.max_room_wait_s,
+            forecast_tokens=self.kv_forecast_tokens,
+            slo_classes=self.slo_classes,
             strict_handoff=self.strict_handoff,
             require_transports=self.require_transport,
             reuse_decode_kv=self.reuse_decode_kv,

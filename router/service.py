@@ -4,27 +4,39 @@ import asyncio
 import logging
 import random
 import secrets
+from collections.abc import Callable
+from dataclasses import replace
 
 from kvferry_rpc import internal_pb2_grpc, public_pb2_grpc
 from router import grpc_server, membership_service
+from router.access_log import AccessLog, App
 from router.cluster_state import cluster_state
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
+from router.fair_queue import TenantShare
+from router.generation import TokenSource
 from router.generation_plan import ModelLimits
 from router.grpc_server import PublicService
 from router.http.protocol import HttpServer
 from router.http.server import build_app
 from router.http.services import Services
+from router.live_page import LivePage
 from router.membership_service import MembershipService
 from router.metrics import RouterMetrics
 from router.receipts import ReceiptStore
+from router.tenant_limits import MeteredSource
+from router.tenants import TenantDirectory
+from router.text.chat_format import chat_format
 from router.text.tokenizer import AsyncTokenizer, Tokenizer
+from router.traces import Traces, request_spans, untraced
 from router.worker_links import WorkerLinks
 from router.worker_registry import WorkerRegistry
 from runtime.clock import SystemClock
 from runtime.grpc_life import GrpcServer, channel
 from runtime.limits import MAX_BODY_BYTES
 from runtime.telemetry import new_registry
+from runtime.tls import https_context, internal_channel_tls, server_credentials
+from runtime.tracing import Tracer, open_tracer
 
 _STOP_GRACE_S = 2.0
 _MAX_PUBLIC_MESSAGE_BYTES = MAX_BODY_BYTES + 64 * 1024  # The longest prompt, and all the fields beside it.
@@ -50,15 +62,27 @@ class RouterService:
         self._draining = False
         self._doors_open = False
         self._tokenizer = AsyncTokenizer(tokenizer)
+        self._chat_format = chat_format(config.tool_parser, config.reasoning_parser, tokenizer.chat_template_source)
         self.registry = WorkerRegistry(clock, silent_after_s=config.heartbeat_s)
-        self._links = WorkerLinks(self.registry, self.router_id, lambda address: channel(address, secret), rng)
+        tls = internal_channel_tls(config, clock)
+        connect = lambda address: channel(address, secret, tls=tls)  # noqa: E731
+        self._links = WorkerLinks(self.registry, self.router_id, connect, rng)
         metrics = RouterMetrics(new_registry(), clock)
         store = ReceiptStore(config.receipts_kept)
+        tenants = TenantDirectory(config.api_keys_file, secret, clock)
+        limits = replace(config.dispatch_limits, share_of=lambda name: TenantShare(weight=tenants.weight(name)))
         self.dispatcher = Dispatcher(
-            self.registry, self._links, store, metrics, config.dispatch_limits, clock, rng, tokenizer.eos_token_ids
+            self.registry, self._links, store, metrics, limits, clock, rng, tokenizer.eos_token_ids
         )
+        self.dispatcher.live.model = config.model_name
+        self._tracer = open_tracer(config, self.router_id, clock)
+        begin_trace = self._follow(self._tracer) if self._tracer is not None else untraced
+        self._page = LivePage(self.registry, self.dispatcher.live, clock, self.router_id)
+        source: TokenSource = self.dispatcher
+        if tenants.needs_key:
+            source = MeteredSource(self.dispatcher, tenants, clock, metrics.refused_at_door)
         services = Services(
-            source=self.dispatcher,
+            source=source,
             tokenizer=self._tokenizer,
             limits=self._limits,
             clock=clock,
@@ -66,24 +90,56 @@ class RouterService:
             draining=lambda: self._draining,
             render_metrics=metrics.render,
             find_receipt=store.get,
+            live_requests=self.dispatcher.live.snapshot,
+            begin_trace=begin_trace,
             refused_at_door=metrics.refused_at_door,
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_in_flight + config.max_queued,
+            tenants=tenants,
+            protect_metrics=config.protect_metrics,
+            live_page=self._page,
         )
-        self._http = HttpServer(build_app(services), host=config.host, port=config.http_port)
-        self._public = GrpcServer(config.host, config.grpc_port, max_received_bytes=_MAX_PUBLIC_MESSAGE_BYTES)
-        self._internal = GrpcServer(config.internal_host or config.host, config.internal_port, secret=secret)
+        self._open_ports(services, secret)
+
+    def _open_ports(self, services: Services, secret: bytes) -> None:
+        """Make the three servers; none listens yet. Raises OSError or ValueError for certificates that are no good."""
+        config, clock = self._config, self._clock
+        https = https_context(config.http_tls, clock) if config.http_tls else None
+        public = server_credentials(config.grpc_tls, clock) if config.grpc_tls else None
+        internal = server_credentials(config.internal_tls, clock) if config.internal_tls else None
+        app: App = build_app(services)
+        if config.access_log:
+            app = AccessLog(app, clock)
+        shared = config.share_ports
+        self._http = [HttpServer(app, host=config.host, port=config.http_port, tls=https, share_port=shared)]
+        if config.process_port is not None:
+            self._http.append(HttpServer(app, host=config.host, port=config.process_port, tls=https))
+        self._public = GrpcServer(
+            config.host,
+            config.grpc_port,
+            credentials=public,
+            max_received_bytes=_MAX_PUBLIC_MESSAGE_BYTES,
+            # More than the service takes, which refuses with its own words; health has to be heard beside that.
+            max_calls=2 * services.max_requests + 256,
+            share_port=shared,
+        )
+        self._internal = GrpcServer(
+            config.internal_host or config.host, config.internal_port, secret=secret, credentials=internal
+        )
         self._add_services(services)
 
     async def start(self) -> dict[str, int]:
         """Listen; returns the ports by name. Raises OSError when an address cannot be had."""
         await self._internal.start()
         await self._public.start()
-        await self._http.start()
+        for server in self._http:
+            await server.start()
         self._doors_open = True
+        self._page.start()
         await self._internal.set_serving(True)
         await self._public.set_serving(True)
-        return {"http_port": self._http.port, "grpc_port": self._public.port, "internal_port": self._internal.port}
+        ports = {"http_port": self._http[0].port, "grpc_port": self._public.port, "internal_port": self._internal.port}
+        return ports if len(self._http) == 1 else {**ports, "process_port": self._http[1].port}
 
     async def drain(self) -> None:
         """Refuse what is new, wait for what runs, and close the front doors; all within the drain timeout."""
@@ -104,18 +160,21 @@ class RouterService:
         await self._links.close()
         await self._internal.stop(0)
         self._tokenizer.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _close_doors(self, grace_s: float) -> None:
         if not self._doors_open:
             return
         self._doors_open = False
-        await asyncio.gather(self._http.close(grace_s), self._public.stop(grace_s))
+        await self._page.close()
+        await asyncio.gather(*(server.close(grace_s) for server in self._http), self._public.stop(grace_s))
 
     def _add_services(self, services: Services) -> None:
         state = lambda: cluster_state(self._config.model_name, self.router_id, self.registry, self.dispatcher)  # noqa: E731
         self._public.add_service(
             public_pb2_grpc.add_KvferryServicer_to_server,
-            PublicService(services, state),
+            PublicService(services, state, log_calls=self._config.access_log),
             grpc_server.SERVICE_NAME,
             internal=False,
         )
@@ -126,14 +185,19 @@ class RouterService:
             internal=True,
         )
 
+    def _follow(self, tracer: Tracer) -> Callable[[str | None], str]:
+        """Have spans made of each request that ends; returns how a front door begins one."""
+        self.dispatcher.live.subscribe(lambda view: tracer.emit(request_spans(view)))
+        return Traces(lambda: secrets.token_hex(16)).begin
+
     def _limits(self) -> ModelLimits:
         """What the attached workers state, the smallest context among them; while there is none, the model's files."""
         tokenizer, limits = self._tokenizer.tokenizer, self.registry.limits
         if limits is None:
-            return ModelLimits(
-                self._config.model_name, tokenizer.vocab_size, tokenizer.max_context_tokens or _ANY_CONTEXT
-            )
-        return ModelLimits(self._config.model_name, limits.vocab_size, limits.max_context_tokens)
+            vocab_size, context = tokenizer.vocab_size, tokenizer.max_context_tokens or _ANY_CONTEXT
+        else:
+            vocab_size, context = limits.vocab_size, limits.max_context_tokens
+        return ModelLimits(self._config.model_name, vocab_size, context, self._chat_format)
 
     def _unready_reason(self) -> str | None:
         if self.registry.ready:

@@ -19,6 +19,7 @@ class Answer:
     request_id: str
     text: str
     finish: Finish | None
+    reasoning: str = ""
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -59,20 +60,25 @@ def apply_sampling(request: GenerateRequest, arguments: argparse.Namespace) -> G
 
 
 def stream_answer(client: Client, request: GenerateRequest, console: Console) -> Answer:
-    """Generate, showing the text as it comes. Ctrl-C cancels on every worker and returns what there is."""
-    request_id, parts, finish = "", [], None
+    """Generate, showing reasoning and text as they come. Ctrl-C cancels on every worker and returns what there is."""
+    request_id, finish = "", None
+    parts: list[str] = []
+    thoughts: list[str] = []
     with closing(client.generate(request)) as stream:
         try:
             for part in stream:
                 request_id = part.request_id
+                apart = "\n\n" if part.text and thoughts and not any(parts) else ""
                 parts.append(part.text)
-                console.stream(part.text)
+                if part.reasoning:
+                    thoughts.append(part.reasoning)
+                console.stream(part.reasoning + apart + part.text)
                 if part.HasField("finish"):
                     finish = part.finish
         except KeyboardInterrupt:
             console.stream(" [cancelled]")
     console.say()
-    return Answer(request_id, "".join(parts), finish)
+    return Answer(request_id, "".join(parts), finish, "".join(thoughts))
 
 
 def show_answer(answer: Answer, console: Console, *, receipt: bool) -> None:
@@ -91,6 +97,8 @@ def answer_dict(answer: Answer, *, receipt: bool) -> dict[str, Any]:
         "text": answer.text,
         "finish_reason": FinishReason.Name(finish.reason).lower() if finish else "cancelled",
     }
+    if answer.reasoning:
+        value["reasoning"] = answer.reasoning
     if finish:
         value["prompt_tokens"] = finish.prompt_tokens
         value["completion_tokens"] = finish.completion_tokens

@@ -1,6 +1,6 @@
 """All commands, in the order of `kvferry --help`. A new one is a module with a COMMAND and a line here."""
 
-from kvferry.commands import chat, complete, demo, doctor, receipt, status, up, verify
+from kvferry.commands import chat, complete, demo, doctor, keys, receipt, status, up, verify
 from kvferry.commands.base import Command
 
 COMMANDS: tuple[Command, ...] = (
@@ -9,6 +9,7 @@ COMMANDS: tuple[Command, ...] = (
     complete.COMMAND,
     status.COMMAND,
     receipt.COMMAND,
+    keys.COMMAND,
     doctor.COMMAND,
     verify.COMMAND,
     demo.COMMAND,

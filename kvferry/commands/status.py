@@ -1,11 +1,12 @@
 """`kvferry status`: workers, their pools, and what is in flight."""
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
+from kvferry.client_types import ClusterState, WorkerState
 from kvferry.commands.base import Command, add_cluster_arguments, connect
 from kvferry.console import Console
-from kvferry_rpc.public_pb2 import ClusterStateResponse, WorkerState
 
 _HEADER = ("worker", "role", "state", "pid", "address", "free", "cached", "used", "quar.", "total", "run", "wait", "recv", "steps")  # fmt: skip # noqa: E501
 
@@ -25,15 +26,14 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def state_dict(state: ClusterStateResponse) -> dict[str, Any]:
+def state_dict(state: ClusterState) -> dict[str, Any]:
     """Every field by its proto name, zeros included."""
-    fields = [field.name for field in WorkerState.DESCRIPTOR.fields]
     return {
         "model": state.model,
         "router_id": state.router_id,
         "requests_in_flight": state.requests_in_flight,
         "requests_queued": state.requests_queued,
-        "workers": [{name: getattr(worker, name) for name in fields} for worker in state.workers],
+        "workers": [asdict(worker) for worker in state.workers],
     }
 
 

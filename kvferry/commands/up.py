@@ -8,7 +8,10 @@ from pathlib import Path
 
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
 from kvferry.commands.base import Command, absolute_path
+from kvferry.commands.door import add_door_arguments, door_fields
 from kvferry.commands.dtypes import add_dtype_arguments
+from kvferry.commands.observing import add_observing_arguments, observing_fields
+from kvferry.commands.routing import add_router_arguments, router_flags
 from kvferry.commands.transfer import add_transfer_arguments, transfer_fields
 from kvferry.console import Console
 from kvferry.launcher import ClusterEvent, LocalCluster
@@ -36,18 +39,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speculative-tokens", type=int, metavar="N", help="Most tokens that a decoding sequence guesses ahead in a step, from its own text. Default: 0, none.")  # fmt: skip # noqa: E501
     add_dtype_arguments(parser)
     add_transfer_arguments(parser)
+    add_door_arguments(parser)
+    add_router_arguments(parser)
+    add_observing_arguments(parser)
     parser.add_argument("--strict-handoff", action="store_true", help="Fail a request whose hand-off from a prefill worker is not proven whole.")  # fmt: skip # noqa: E501
     parser.add_argument("--cache-dir", type=absolute_path, default=DEFAULT_CACHE_DIR, help="Prepared models. Default: %(default)s.")  # fmt: skip # noqa: E501
     parser.add_argument(
         "--state-dir", type=absolute_path, help="State, secret and logs of this cluster. Default: a new one."
     )
     parser.add_argument("--log-dir", type=absolute_path, help="Logs of its processes. Default: in the state directory.")
-    parser.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="Least severe log lines. Default: %(default)s.",
-    )
     parser.add_argument("--no-restart", action="store_true", help="Do not restart a process that has died.")
     parser.add_argument(
         "--start-timeout",
@@ -146,7 +146,7 @@ class _Up:
                 "pids": cluster.pids,
             }
         )
-        for line in how_to_call(cluster.http_address, cluster.grpc_address, spec.served_model_name):
+        for line in how_to_call(spec, cluster.http_address, cluster.grpc_address):
             console.say(line)
         return cluster
 
@@ -168,12 +168,14 @@ class _Up:
             tensor_parallel=arguments.tensor_parallel,
             kv_cache_dtype=arguments.kv_cache_dtype,
             strict_handoff=arguments.strict_handoff,
-            log_level=arguments.log_level,
+            router=router_flags(arguments),
             restart=not arguments.no_restart,
             start_timeout_s=arguments.start_timeout,
             drain_timeout_s=arguments.drain_timeout,
             commands=self._commands,
             **transfer_fields(arguments),
+            **door_fields(arguments),
+            **observing_fields(arguments),
         )
 
 
@@ -198,14 +200,15 @@ def show_event(event: ClusterEvent, console: Console) -> None:
         console.say(f"{event.name}: {event.kind}, {event.text}")
 
 
-def how_to_call(http_address: str, grpc_address: str, model: str) -> list[str]:
-    """What to type next."""
+def how_to_call(spec: ClusterSpec, http_address: str, grpc_address: str) -> list[str]:
+    """What to type next; keys and certificates are the reader's to add."""
+    model, url = spec.served_model_name, f"{spec.http_scheme}://{http_address}"
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return [
         "",
-        f"{model} is served: HTTP http://{http_address}/v1, gRPC {grpc_address}. Ctrl-C drains and stops.",
+        f"{model} is served: HTTP {url}/v1, gRPC {grpc_address}. Ctrl-C drains and stops.",
         f"  kvferry chat 'Hello' --receipt --address {grpc_address}",
-        f"  curl http://{http_address}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         "",
     ]
 

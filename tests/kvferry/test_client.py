@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.client import AsyncClient, Client, chat_request, text_request
+from kvferry.client import ONE_TRY, AsyncClient, Client, chat_request, text_request
 from kvferry_rpc.common_pb2 import STOP, ErrorCode, SamplingParams
 from runtime.errors import KvferryError
 
@@ -82,7 +82,7 @@ def test_a_refusal_is_a_kvferry_error_with_the_servers_words(fake_router: str) -
 
 
 def test_where_nothing_listens_the_error_says_how_to_start_a_cluster(dead_address: str) -> None:
-    with Client(dead_address) as client:
+    with Client(dead_address, retry=ONE_TRY) as client:
         for call in (client.models, client.cluster_state, lambda: client.receipt("r")):
             with pytest.raises(KvferryError, match="kvferry up") as caught:
                 call()
@@ -98,6 +98,6 @@ async def test_the_asyncio_client_does_the_same(fake_router: str, dead_address: 
         assert (await client.cluster_state()).workers[0].worker_id == "decode-0"
         with pytest.raises(KvferryError, match="no receipt"):
             await client.receipt("other")
-    async with AsyncClient(dead_address) as client:
+    async with AsyncClient(dead_address, retry=ONE_TRY) as client:
         with pytest.raises(KvferryError, match="kvferry up"):
             await client.models()

@@ -1,3 +1,4 @@
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +6,9 @@ import pytest
 
 from decode_worker.config import DecodeConfig
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
+from kvferry.router_flags import RouterFlags
 from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
 from runtime.config import parse_config
 
 COMMANDS = RoleCommands(router=("r",), prefill=("p",), decode=("d",))
@@ -106,6 +109,22 @@ def test_what_the_router_must_insist_on_and_may_reuse_is_passed_to_it_alone(reus
     assert "reuse-decode-kv" not in silent
 
 
+def test_the_routers_own_flags_reach_the_router_which_understands_them_all() -> None:
+    given = {
+        "router_processes": 3, "process_port": 9100, "tool_parser": "hermes", "reasoning_parser": "think",
+        "kv_forecast_tokens": 64, "slo_interactive_ttft_s": 0.5, "slo_interactive_tpot_s": 0.05,
+        "slo_batch_ttft_s": 60.0, "slo_batch_tpot_s": 0.5,
+    }  # fmt: skip
+    spec = _spec(router=RouterFlags(**given))
+    spec.validate()
+    assert set(given) == {one.name for one in fields(RouterFlags)}
+    parsed = parse_config(RouterConfig, list(spec.router_argv(Path("/s"), {})[1:]))
+    assert {name: getattr(parsed, name) for name in given} == given
+    assert not any(flag.startswith("--tool-parser") for flag in _spec().router_argv(Path("/s"), {}))
+    assert spec.num_routers == 3
+    assert _spec().num_routers == 1
+
+
 def test_worker_ids_are_stable_and_start_at_zero() -> None:
     assert _spec(num_prefill=2, num_decode=1).worker_ids == ("prefill-0", "prefill-1", "decode-0")
 
@@ -126,6 +145,7 @@ def test_worker_ids_are_stable_and_start_at_zero() -> None:
         ({"decode_block_size": 256}, "--decode-block-size"),
         ({"max_backlog_mb": 0}, "--max-backlog-mb"),
         ({"lease_s": 0.0}, "--lease-s"),
+        ({"router": RouterFlags(router_processes=33)}, "--router-processes"),
         ({"http_port": 70000}, "--http-port"),
         ({"grpc_port": -1}, "--grpc-port"),
         ({"http_port": 5, "grpc_port": 5}, "differ"),
@@ -136,3 +156,13 @@ def test_worker_ids_are_stable_and_start_at_zero() -> None:
 def test_nonsense_is_refused_by_the_name_of_the_flag(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         _spec(**values).validate()
+
+
+def test_traces_and_json_logs_are_for_all_and_the_access_log_is_the_routers() -> None:
+    spec = _spec(trace_file=Path("/spans"), otlp_endpoint="http://127.0.0.1:4317", log_json=True, access_log=True)
+    router = set(spec.router_argv(Path("/s"), {"http_port": 0, "grpc_port": 0, "internal_port": 0}))
+    worker = set(spec.worker_argv("decode-0", Path("/s"), "a:1"))
+    assert {"--trace-file=/spans", "--otlp-endpoint=http://127.0.0.1:4317", "--log-json"} <= router & worker
+    assert "--access-log" in router - worker
+    with pytest.raises(ValueError, match="--otlp-endpoint"):
+        _spec(otlp_endpoint="127.0.0.1:4317").validate()

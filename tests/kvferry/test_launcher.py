@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.child_process import LaunchError
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
 from kvferry.launcher import ClusterEvent, LocalCluster
 from kvferry.run_dir import RunDir, live_state, process_start_ticks
+from runtime.child_process import LaunchError
 
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_process.py")
 

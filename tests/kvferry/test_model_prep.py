@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.child_process import LaunchError
 from kvferry.model_prep import PreparedDir, prepare_model
+from runtime.child_process import LaunchError
 
 PREPARE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_prepare.py"))
 

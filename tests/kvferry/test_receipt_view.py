@@ -1,5 +1,5 @@
 from kvferry.receipt_view import receipt_dict, receipt_rows
-from kvferry_rpc.common_pb2 import KVReceipt
+from kvferry_rpc.common_pb2 import KVReceipt, Migration
 
 
 def _receipt() -> KVReceipt:
@@ -39,6 +39,30 @@ def test_every_field_of_the_receipt_is_in_its_table() -> None:
     assert shown["exposed_transfer_ms"] == "2.5"
     assert shown["hidden_share"] == "75% of the transfer ran behind prefill"
     assert shown["earlier_failure"] == "attempt 1: prefill-1 was lost"
+
+
+def test_moves_are_in_both_forms() -> None:
+    receipt = _receipt()
+    receipt.migrations.append(
+        Migration(
+            from_worker="decode-1",
+            to_worker="decode-0",
+            output_tokens=9,
+            transport="shm",
+            blocks_sent=3,
+            bytes_sent=12288,
+            checksum=b"\xef",
+            checksum_verified=True,
+            pause_ms=2.5,
+        )
+    )
+    (moved,) = receipt_dict(receipt)["migrations"]
+    assert list(moved) == [field.name for field in Migration.DESCRIPTOR.fields]
+    assert (moved["from_worker"], moved["checksum"], moved["tokens_recomputed"]) == ("decode-1", "ef", 0)
+    assert dict(receipt_rows(receipt))["migrations"] == (
+        "decode-1 -> decode-0 after 9 tokens: 3 blocks, 12,288 bytes over shm (verified), 0 tokens recomputed, 2.5 ms"
+    )
+    assert dict(receipt_rows(_receipt()))["migrations"] == "none"
 
 
 def test_without_a_transfer_none_of_it_is_said_to_have_been_exposed() -> None:
