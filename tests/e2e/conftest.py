@@ -12,7 +12,9 @@ from tests.support.live_cluster import LiveCluster, live_cluster
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     """Router, one prefill and two decode workers on tiny-real. Tests may not kill anything in it."""
     directory: Path = tmp_path_factory.mktemp("cluster")
-    with live_cluster(directory, "--decode", "2", "--num-blocks", "512", "--no-restart") as cluster:
+    flags = ["--decode", "2", "--num-blocks", "512", "--no-restart"]
+    flags += ["--access-log", "--log-json", "--trace-file", str(directory / "spans")]
+    with live_cluster(directory, *flags) as cluster:
         yield cluster
 
 

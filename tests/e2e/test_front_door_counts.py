@@ -81,8 +81,8 @@ def test_after_good_bad_and_abandoned_requests_the_counts_are_those_of_the_clien
     ended = {name: change(f"kvferry_requests_ended_total{name}") for name in ("ok", "cancelled", "rejected", "failed")}
     assert ended == {"ok": 6, "cancelled": 1, "rejected": 4, "failed": 0}
     assert change("kvferry_requests_received_total") == sum(ended.values())
-    assert change("kvferry_ttft_seconds_count") == 6 + 1  # The one who left had got a token.
-    assert change("kvferry_e2e_seconds_count") == 6
+    assert change("kvferry_time_to_first_token_seconds_count") == 6 + 1  # The one who left had got a token.
+    assert change("kvferry_e2e_request_latency_seconds_count") == 6
     # The prompt of n=2 is one prompt to its client and two sequences to the cluster.
     assert change("kvferry_prompt_tokens_total") == sum(prompt for prompt, _ in used) + 3
     assert change("kvferry_requests_in_flight", dict.fromkeys(before, 0.0)) == 0

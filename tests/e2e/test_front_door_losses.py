@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry_rpc.public_pb2 import ClusterStateResponse, WorkerState
+from kvferry.client_types import ClusterState, WorkerState
 from runtime.errors import KvferryError
 from tests.support.live_cluster import LiveCluster, live_cluster
 
@@ -38,7 +38,7 @@ def whole(restarting: LiveCluster) -> Iterator[LiveCluster]:
     restarting.wait_at_rest()
 
 
-def _wait_until(cluster: LiveCluster, condition: Callable[[ClusterStateResponse], bool]) -> ClusterStateResponse:
+def _wait_until(cluster: LiveCluster, condition: Callable[[ClusterState], bool]) -> ClusterState:
     """The first state that fulfils the condition; the router may be away meanwhile. It can only be looked at."""
     deadline = time.monotonic() + 60
     while True:
@@ -52,7 +52,7 @@ def _wait_until(cluster: LiveCluster, condition: Callable[[ClusterStateResponse]
         time.sleep(0.05)
 
 
-def _worker(state: ClusterStateResponse, name: str) -> WorkerState | None:
+def _worker(state: ClusterState, name: str) -> WorkerState | None:
     return next((worker for worker in state.workers if worker.worker_id == name), None)
 
 

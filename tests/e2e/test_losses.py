@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +14,15 @@ import pytest
 from tests.support.live_cluster import LiveCluster, live_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
-BODY = {"model": "tiny-real", "max_tokens": 160, "ignore_eos": True, "temperature": 0.9, "seed": 11, "stream": True}
+BODY: dict[str, Any] = {
+    "model": "tiny-real",
+    "max_tokens": 160,
+    "ignore_eos": True,
+    "temperature": 0.9,
+    "seed": 11,
+    "stream": True,
+    "kv_receipt": True,
+}
 
 
 @pytest.fixture
@@ -31,31 +40,42 @@ async def _stream(http: httpx.AsyncClient, prompt: str) -> AsyncIterator[str]:
                 yield line[6:]
 
 
-async def _text(http: httpx.AsyncClient, prompt: str, started: asyncio.Event | None = None) -> str:
+async def _text(
+    http: httpx.AsyncClient,
+    prompt: str,
+    started: asyncio.Event | None = None,
+    receipts: list[dict[str, Any]] | None = None,
+) -> str:
     parts: list[str] = []
     async for data in _stream(http, prompt):
         if data == "[DONE]":
             return "".join(parts)
         event = httpx.Response(200, content=data).json()
         assert "error" not in event, event
+        if receipts is not None and "kv_receipt" in event:
+            receipts.append(event["kv_receipt"])
         parts.extend(choice["text"] for choice in event["choices"])
         if started is not None and len(parts) >= 2:  # the first one is of the prefill worker
             started.set()
     raise AssertionError("the stream ended without [DONE]")
 
 
-async def _disturbed(cluster: LiveCluster, victim: str, number: signal.Signals) -> None:
-    """Eight streams, a signal to one worker when all are under way; each text must equal its undisturbed one."""
+async def _disturbed(cluster: LiveCluster, victim: str, number: signal.Signals) -> list[dict[str, Any]]:
+    """Eight streams, a signal to one worker when all are under way; each text must equal its undisturbed one. Their
+    receipts."""
+    receipts: list[dict[str, Any]] = []
     prompts = [f"Tell me story number {index} about a fox and a crow. " * 3 for index in range(8)]
     limits = httpx.Limits(max_connections=32)
     async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120, limits=limits) as http:
         expected = [await _text(http, prompt) for prompt in prompts]
         started = [asyncio.Event() for _ in prompts]
-        streams = [asyncio.create_task(_text(http, *pair)) for pair in zip(prompts, started, strict=True)]
+        streams = [asyncio.create_task(_text(http, *pair, receipts)) for pair in zip(prompts, started, strict=True)]
         await asyncio.gather(*(event.wait() for event in started))
         cluster.kill(victim, number)
         assert await asyncio.gather(*streams) == expected
         assert await _text(http, prompts[0]) == expected[0]
+    assert len(receipts) == len(prompts)
+    return receipts
 
 
 def test_a_decode_worker_killed_under_eight_streams_changes_no_text(two_by_two: LiveCluster) -> None:
@@ -63,9 +83,18 @@ def test_a_decode_worker_killed_under_eight_streams_changes_no_text(two_by_two: 
     two_by_two.wait_at_rest()
 
 
-def test_a_decode_worker_told_to_stop_finishes_its_streams_first(two_by_two: LiveCluster) -> None:
-    asyncio.run(_disturbed(two_by_two, "decode-1", signal.SIGTERM))
+def test_a_decode_worker_told_to_stop_moves_its_streams_or_finishes_them(two_by_two: LiveCluster) -> None:
+    receipts = asyncio.run(_disturbed(two_by_two, "decode-1", signal.SIGTERM))
     two_by_two.wait_at_rest()
+    for receipt in receipts:
+        assert receipt["earlier_failures"] == []
+        assert receipt["tokens_recomputed"] == 0
+        for moved in receipt["migrations"]:
+            assert (moved["from_worker"], moved["to_worker"]) == ("decode-1", "decode-0")
+            assert moved["checksum_verified"]
+            assert moved["blocks_sent"] > 0
+            assert moved["transport"] == "shm"
+            assert moved["tokens_recomputed"] == 0
 
 
 def test_a_prefill_worker_killed_while_prompts_are_computed_costs_no_request(two_by_two: LiveCluster) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from tests.support.live_cluster import LiveCluster
@@ -68,6 +69,26 @@ async def test_logprobs_come_for_each_token_with_the_chosen_one_on_top_when_gree
         assert entry.logprob <= 0
         assert len(entry.top_logprobs) == 3
         assert entry.top_logprobs[0].token == entry.token
+
+
+async def test_newer_apis_give_the_text_of_a_chat_streamed_and_whole(cluster: LiveCluster, client: AsyncOpenAI) -> None:
+    chat = await client.chat.completions.create(model=MODEL, messages=STORY, temperature=0, max_tokens=24)
+    text = chat.choices[0].message.content
+    asked = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
+    response = await client.responses.create(input=STORY, **asked)
+    async with client.responses.stream(input=STORY, **asked) as stream:
+        streamed = [event async for event in stream][-1].response
+    assert response.output_text == streamed.output_text == text
+    assert response.status == streamed.status
+    assert response.usage is not None
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+    asked = {"model": MODEL, "messages": STORY, "max_tokens": 24, "extra_body": {"temperature": 0}}
+    async with AsyncAnthropic(base_url=cluster.base_url, api_key="none", max_retries=0) as other:
+        message = await other.messages.create(**asked)
+        async with other.messages.stream(**asked) as stream:
+            assert await stream.get_final_text() == message.content[0].text == text
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == chat.usage.prompt_tokens
 
 
 async def test_a_stop_string_cuts_the_answer_before_it(client: AsyncOpenAI) -> None:

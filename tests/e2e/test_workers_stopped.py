@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry_rpc.public_pb2 import ClusterStateResponse, WorkerState
+from kvferry.client_types import ClusterState, WorkerState
 from tests.support.live_cluster import LiveCluster, live_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -39,11 +39,11 @@ def _text(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["text"])
 
 
-def _worker(state: ClusterStateResponse, name: str) -> WorkerState:
+def _worker(state: ClusterState, name: str) -> WorkerState:
     return next(worker for worker in state.workers if worker.worker_id == name)
 
 
-def _wait_until(cluster: LiveCluster, condition: Callable[[ClusterStateResponse], bool]) -> None:
+def _wait_until(cluster: LiveCluster, condition: Callable[[ClusterState], bool]) -> None:
     """Load reports can only be looked at."""
     deadline = time.monotonic() + 60
     while not condition(state := cluster.state()):
@@ -51,7 +51,7 @@ def _wait_until(cluster: LiveCluster, condition: Callable[[ClusterStateResponse]
         time.sleep(0.02)
 
 
-def _pushing(state: ClusterStateResponse) -> bool:
+def _pushing(state: ClusterState) -> bool:
     """Whether the victim computes while the decode worker waits for blocks."""
     return bool(_worker(state, VICTIM).sequences_running and _worker(state, "decode-0").sequences_receiving >= 4)
 

@@ -4,7 +4,9 @@ from collections import deque
 from typing import Any
 
 from decode_worker.export import Exporter
-from decode_worker.worker import AdmitRequest, CancelRequest, DecodeWorker, ExportEvent, sequence_id
+from decode_worker.hand_over import HandOvers
+from decode_worker.job import AdmitRequest
+from decode_worker.worker import CancelRequest, DecodeWorker, ExportEvent, sequence_id
 from engine.sequence import SamplingParams
 from kvferry_rpc.common_pb2 import TokenOutput
 from kvferry_rpc.internal_pb2 import DecodeEvent
@@ -34,6 +36,7 @@ class DecodeBench:
             self.toy.engine,
             self.receiver,  # type: ignore[arg-type]
             exporter,
+            HandOvers(self.toy.engine, self.sender, self.toy.cache.layout),  # type: ignore[arg-type]
             VOCAB_SIZE,
             self.log,
             self.clock,

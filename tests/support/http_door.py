@@ -58,10 +58,15 @@ class Door:
             unready_reason=lambda: None,
             draining=lambda: False,
             render_metrics=lambda: (b"up 1\n", "text/plain; version=0.0.4"),
-            find_receipt=lambda request_id: None,
+            find_receipt=lambda request_id, tenant: None,
             refused_at_door=lambda error: self.refused.append(error.code_name),
         )
-        self.services = replace(services, **changes)
+        self.services = services
+        self.rebuild(**changes)
+
+    def rebuild(self, **changes: Any) -> None:
+        """Another application, with these services changed."""
+        self.services = replace(self.services, **changes)
         self.app: HttpFrontDoor = build_app(self.services)
 
     def client(self) -> httpx.AsyncClient:
@@ -83,7 +88,7 @@ class Door:
 class AsgiCall:
     """One request, driven by hand: read what the application sends as it sends it, and disconnect at will."""
 
-    def __init__(self, app: HttpFrontDoor, path: str, body: bytes) -> None:
+    def __init__(self, app: HttpFrontDoor, path: str, body: bytes, method: str = "POST") -> None:
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
         self._sent: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
@@ -92,7 +97,7 @@ class AsgiCall:
         scope = {
             "type": "http",
             "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
@@ -116,6 +121,11 @@ class AsgiCall:
         message = await self.message()
         assert message["type"] == "http.response.body"
         return bytes(message["body"])
+
+    @property
+    def unread(self) -> int:
+        """Messages of the client that the application has not taken."""
+        return self._incoming.qsize()
 
     def nothing_sent(self) -> bool:
         return self._sent.empty()

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.client import Client
+from kvferry.client_types import ClusterState
 from kvferry.run_dir import live_state, process_start_ticks
-from kvferry_rpc.public_pb2 import ClusterStateResponse
 
 TINY_REAL = Path(__file__).parents[1] / "data" / "tiny-real"
 REST_TIMEOUT_S = 60.0
@@ -34,16 +34,18 @@ class LiveCluster:
     pids: dict[str, int]
     state_dir: Path
     events: "deque[dict[str, Any]]" = field(default_factory=deque)
+    # What its own client needs besides the address: TLS, a key.
+    client_options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def base_url(self) -> str:
         return f"http://{self.http}"
 
-    def state(self) -> ClusterStateResponse:
-        with Client(self.grpc) as client:
+    def state(self) -> ClusterState:
+        with Client(self.grpc, **self.client_options) as client:
             return client.cluster_state()
 
-    def wait_at_rest(self) -> ClusterStateResponse:
+    def wait_at_rest(self) -> ClusterState:
         """Wait until nothing is in flight anywhere and every block is free or cached; the state then.
 
         Load reports come a few times a second and offer nothing to wait on, so this looks again and again.
@@ -74,7 +76,7 @@ class LiveCluster:
         return {name: log for name, log in logs.items() if any(sign in log for sign in _LOST_EXCEPTIONS)}
 
 
-def resting_problems(state: ClusterStateResponse) -> list[str]:
+def resting_problems(state: ClusterState) -> list[str]:
     """What is still held or under way, in words."""
     problems = [f"{state.requests_in_flight} requests in flight"] if state.requests_in_flight else []
     for worker in state.workers:

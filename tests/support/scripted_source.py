@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, TokenLogprob, TokenOutput
+from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, PromptTokenLogprob, TokenLogprob, TokenOutput
 from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd
 
 
@@ -25,7 +25,7 @@ class ScriptedSource:
     """Plays `script(request)` for each request and remembers what happened to it.
 
     A script without a Finish at its end stops when its tokens are used up. Logprobs, when asked for, are
-    -1/(1 + id % 7) for every token.
+    -1/(1 + id % 7) for every token, those of the prompt too.
     """
 
     def __init__(self, script: Script) -> None:
@@ -45,13 +45,18 @@ class ScriptedSource:
         try:
             for step in self.script(request):
                 if isinstance(step, Exception):
-                    raise step
+                    try:
+                        raise step
+                    finally:
+                        # Its traceback has this frame; `tests/router/test_garbage.py` looks for such cycles.
+                        del step
                 if isinstance(step, asyncio.Event):
                     await step.wait()
                 elif isinstance(step, Finish):
                     finish = step
                 else:
-                    yield TokenBatch(tuple(_output(request, count + i, token) for i, token in enumerate(step)))
+                    scored = () if count else _prompt_logprobs(request)
+                    yield TokenBatch(tuple(_output(request, count + i, token) for i, token in enumerate(step)), scored)
                     count += len(step)
         except EnoughTokens:
             self.had_enough.append(request.request_id)
@@ -80,6 +85,22 @@ def _output(request: GenerationRequest, index: int, token_id: int) -> TokenOutpu
             for rank in range(request.sampling.num_logprobs)
         )
     return output
+
+
+def _prompt_logprobs(request: GenerationRequest) -> tuple[PromptTokenLogprob, ...]:
+    if not request.sampling.HasField("prompt_logprobs"):
+        return ()
+    scored = []
+    for position, token_id in enumerate(request.prompt_token_ids[1:], start=1):
+        logprob = -1 / (1 + token_id % 7)
+        tops = [
+            TokenLogprob(token_id=token_id + rank, logprob=logprob - rank)
+            for rank in range(request.sampling.prompt_logprobs)
+        ]
+        scored.append(
+            PromptTokenLogprob(position=position, token_id=token_id, logprob=logprob, rank=1, top_logprobs=tops)
+        )
+    return tuple(scored)
 
 
 def _end(request: GenerationRequest, finish: Finish, count: int) -> TokenEnd:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from engine.build import EnginePlan, build_engine, plan_engine, start_followers
-from engine.engine import Engine
+from engine.engine import Engine, SequenceOutput
 from engine.model_runner import LayerHook
 from engine.options import EngineOptions
 from engine.parallel.leader import Followers
@@ -43,9 +43,21 @@ class SplitEngine:
         for seq in seqs:
             self.engine.add(seq)
         while self.engine.has_work:
-            self._schedule = self.engine.schedule()
-            self.engine.publish(self._schedule, self.engine.run(self._schedule, on_layer))
+            self._step(on_layer)
         return [seq.output_token_ids for seq in seqs]
+
+    def score(self, prompt: list[int]) -> list[float]:
+        """Log probabilities of a prompt, its first token left out."""
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        self.engine.add(Sequence("scored", prompt, sampling, max_context_tokens=400))
+        found: list[float] = []
+        while self.engine.has_work:
+            found += [token.logprob for output in self._step() for token in output.prompt_logprobs]
+        return found
+
+    def _step(self, on_layer: LayerHook | None = None) -> list[SequenceOutput]:
+        self._schedule = self.engine.schedule()
+        return self.engine.publish(self._schedule, self.engine.run(self._schedule, on_layer))
 
     def run_again(self) -> None:
         """Run the step that failed once more."""

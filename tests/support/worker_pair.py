@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from decode_worker.export import Exporter, check_export
-from decode_worker.worker import AdmitRequest, CancelRequest, DecodeView, DecodeWorker, ExportEvent, sequence_id
+from decode_worker.hand_over import HandOvers
+from decode_worker.job import AdmitRequest
+from decode_worker.worker import CancelRequest, DecodeView, DecodeWorker, ExportEvent, sequence_id
 from decode_worker.worker import Command as DecodeCommand
 from engine.build import EnginePlan, build_engine, plan_engine
 from engine.loop import EngineLoop
@@ -30,6 +32,7 @@ from prefill_worker.worker import Cancel, Nudge, PrefillView, PrefillWorker, Pul
 from prefill_worker.worker import Command as PrefillCommand
 from runtime.clock import Clock, SystemClock
 from runtime.kv_event_log import KVEventLog
+from runtime.tracing import TraceContext, Tracer
 from tests.support.step_gate import StepGate
 
 WAIT_S = 30.0  # only ever reached by a test that fails
@@ -43,6 +46,8 @@ class Outcome:
     first: common_pb2.TokenOutput | None = None
     verified: internal_pb2.HandoffVerified | None = None
     tokens: list[common_pb2.TokenOutput] = field(default_factory=list)
+    scored_by_prefill: list[common_pb2.PromptTokenLogprob] = field(default_factory=list)
+    scored_by_decode: list[common_pb2.PromptTokenLogprob] = field(default_factory=list)
     prefill_done: internal_pb2.PrefillDone | None = None
     decode_done: internal_pb2.DecodeDone | None = None
     prefill_error: common_pb2.Error | None = None
@@ -70,8 +75,11 @@ class WorkerPair:
         pull_faults: FaultPlan | None = None,
         pull_patience_s: float = WAIT_S,
         max_backlog_bytes: int = DEFAULT_MAX_BACKLOG_BYTES,
+        tracers: tuple[Tracer | None, Tracer | None] = (None, None),
         **options: Any,
     ) -> None:
+        """`tracers`: of the prefill worker and of the decode worker."""
+        self._tracers = tracers
         settings: dict[str, Any] = {"block_size": 8, "token_budget": 16, "max_num_seqs": 8, **options}
         self.options = EngineOptions(model=str(model), cache_dir=cache_dir, num_blocks=num_blocks, **settings)
         self.plan: EnginePlan = plan_engine(self.options, available_bytes=None)
@@ -85,6 +93,7 @@ class WorkerPair:
         self._start_decode(common, lease_s, verify_checksums, pull_faults)
         sending = {"faults": faults, "max_backlog_bytes": max_backlog_bytes, **common}
         self._start_prefill(common, sending, lease_s, pull_patience_s)
+        self.trace: TraceContext | None = None  # Where the spans of the next requests belong.
         self.exports = True  # whether this router carries the tickets of pulls
 
     def _start_decode(self, common: dict[str, Any], lease_s: float, verify: bool, faults: FaultPlan | None) -> None:
@@ -103,7 +112,10 @@ class WorkerPair:
         )
         exporter = Exporter(engine, self.export_sender, self.plan.layout)
         vocab_size = self.plan.limits.vocab_size
-        self._decode_worker = DecodeWorker(engine, self.receiver, exporter, vocab_size, self.decode_log, self.clock)
+        hand_overs = HandOvers(engine, self.export_sender, self.plan.layout)
+        self._decode_worker = DecodeWorker(
+            engine, self.receiver, exporter, hand_overs, vocab_size, self.decode_log, self.clock, self._tracers[1]
+        )
         self.decode_gate = StepGate(self._decode_worker)
         self.decode_engine = engine
         self.decode: EngineLoop[DecodeCommand, DecodeView] = EngineLoop(
@@ -133,7 +145,7 @@ class WorkerPair:
         self.pull_receiver.start()
         puller = Puller(engine, self.pull_receiver, layout.block_bytes, self.clock, patience_s=patience_s)
         self._prefill_worker = PrefillWorker(
-            engine, self.sender, puller, layout.num_layers, self.prefill_log, self.clock
+            engine, self.sender, puller, layout.num_layers, self.prefill_log, self.clock, self._tracers[0]
         )
         self.prefill_gate = StepGate(self._prefill_worker)
         self.prefill_engine = engine
@@ -196,6 +208,7 @@ class WorkerPair:
                 local_prefill=local_prefill,
                 deadline=self.clock.now() + deadline_s,
                 emit=request.on_decode,
+                trace=self.trace,
             )
         )
         return request
@@ -223,7 +236,7 @@ class WorkerPair:
                 if self.exports:
                     self.export(request, event.pull)
 
-        request.submit = Submit(sequence, ticket, now, now + deadline_s, reply, source)
+        request.submit = Submit(sequence, ticket, now, now + deadline_s, reply, source, trace=self.trace)
         self.prefill.submit(request.submit)
 
     def export(self, request: "Request", ticket: internal_pb2.Ticket, salt: bytes | None = None) -> None:
@@ -337,6 +350,9 @@ class Request:
         outcome = self.outcome
         if isinstance(event, internal_pb2.PrefillEvent):
             match event.WhichOneof("kind"):
+                case "prompt_logprobs":
+                    assert outcome.first is None, "the first token came before the prompt was scored"
+                    outcome.scored_by_prefill.extend(event.prompt_logprobs.tokens)
                 case "first_token":
                     outcome.first = event.first_token
                 case "done":
@@ -348,6 +364,9 @@ class Request:
             case "verified":
                 assert not outcome.tokens, "tokens came before the word that their KV is here"
                 outcome.verified = event.verified
+            case "prompt_logprobs":
+                assert not outcome.tokens, "tokens came before the prompt was scored"
+                outcome.scored_by_decode.extend(event.prompt_logprobs.tokens)
             case "tokens":
                 outcome.tokens.extend(event.tokens.tokens)
             case "done":
