@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE  := 1
 
-.PHONY: install demo test check format protos bench clean
+.PHONY: install demo test check format protos bench fuzz-api clean
 
 install: $(STAMP)
 
@@ -48,6 +48,10 @@ bench: install
 
 bench-%: install
 	$(BIN)/python bench/$*.py
+
+# Ten thousand requests made from the served OpenAPI document, to a router process with fake workers.
+fuzz-api: install
+	$(BIN)/python -m tests.support.fuzz_api --cases 10000
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
