@@ -103,6 +103,7 @@ class Admission:
         self._resuming: list[Seat] = []  # In the middle of their answers, without a worker; they hold places.
         self._in_flight = 0
         self._full = False
+        self._missed_sign = False  # A request left when nobody waited, and nobody was let through since.
         self._drain = DrainRate(clock.now())
         self._idle = asyncio.Event()
         self._idle.set()
@@ -178,6 +179,9 @@ class Admission:
             seat.has_place = False
             self._queue.put_back(seat.waiting)
             self._line_up(seat)
+        if self._missed_sign:
+            # It left between the worker's refusal and this line, and may have been the last to leave for long.
+            self._let_through(sign_of_room=True)
         await self._wait_turn(seat)
 
     def room_changed(self) -> None:
@@ -273,6 +277,7 @@ class Admission:
                 break
             sign_of_room = False
             if self._resuming:
+                self._missed_sign = False
                 _wake(self._resuming.pop(0))
                 continue
             if self._in_flight >= self._limits.max_in_flight:
@@ -282,6 +287,7 @@ class Admission:
                 break
             seat = self._seats.pop(waiting)
             seat.has_place = True
+            self._missed_sign = False
             self._in_flight += 1
             _wake(seat)
         self._note_queue()
@@ -301,6 +307,7 @@ class Admission:
             self._queue.remove(seat.waiting)
             self._seats.pop(seat.waiting, None)
         # A place that comes free is a sign of room; so is a turn that came to one who was leaving.
+        self._missed_sign = self._missed_sign or seat.has_place
         self._let_through(sign_of_room=seat.has_place)
         if not self._in_flight and not self._seats:
             self._idle.set()

@@ -60,6 +60,25 @@ async def test_a_place_handed_to_a_request_that_is_cancelled_in_that_moment_goes
     assert desk.at_rest()
 
 
+async def test_a_request_refused_while_the_last_other_one_leaves_tries_again_at_once() -> None:
+    desk = Desk()
+    last = desk.come("last")
+    await settle()
+    async with desk.admission.seat(desk.entry()) as seat:
+        # The worker, full, refuses it; before that is heard here, the other one leaves.
+        await desk.end("last")
+        await asyncio.wait_for(desk.admission.wait_for_room(seat, begun=False), 5)
+        assert seat.has_place
+        # Refused once more, with nobody else there: only a word from a worker can help.
+        waiting = asyncio.create_task(desk.admission.wait_for_room(seat, begun=False))
+        await settle()
+        assert not waiting.done()
+        desk.admission.room_changed()
+        await asyncio.wait_for(waiting, 5)
+    await last
+    assert desk.at_rest()
+
+
 async def test_idle_is_told_when_the_last_request_leaves() -> None:
     desk = Desk(max_in_flight=1)
     await asyncio.wait_for(desk.admission.wait_idle(), 1)
