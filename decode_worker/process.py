@@ -128,6 +128,9 @@ class DecodeProcess:
     def begin_drain(self) -> None:
         self._service.draining = True
 
+    def end_drain(self) -> None:
+        self._service.end_sessions()
+
     def close(self, timeout_s: float) -> None:
         self._sender.close(timeout_s)
         self._receiver.close(timeout_s)

@@ -48,6 +48,7 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
         self._incarnation = incarnation
         self._clock = clock
         self._session_ids = itertools.count(1)
+        self._sessions: set[_Session] = set()
 
     async def Session(
         self,
@@ -58,15 +59,22 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
         await self._greet(request_iterator, context)
         session = _Session(next(self._session_ids), asyncio.get_running_loop(), self.in_flight)
         reader = asyncio.create_task(self._read_commands(request_iterator, session))
+        self._sessions.add(session)
         try:
             while (batch := await session.next_events()) is not None:
                 yield batch
         finally:
             # First what must not be missed: the wait may be cut short by a second cancellation.
+            self._sessions.discard(session)
             session.close()
             self._engine_loop.notify(SessionClosed(session.session_id))
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+
+    def end_sessions(self) -> None:
+        """Nothing more will come: each stream ends behind what is still to be told on it."""
+        for session in self._sessions:
+            session.finish()
 
     async def _greet(
         self,
@@ -174,6 +182,7 @@ class _Session:
         self._starting: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._pending: list[internal_pb2.DecodeEvent] = []
         self._wake = asyncio.Event()
+        self._finishing = False
         self._ended = False
 
     def sequence_id(self, message: internal_pb2.Pause | internal_pb2.Resume | internal_pb2.HandOver) -> str:
@@ -222,6 +231,11 @@ class _Session:
         self._pending.extend(events)
         self._wake.set()
 
+    def finish(self) -> None:
+        """`next_events` returns None once what is pending has been told."""
+        self._finishing = True
+        self._wake.set()
+
     def end(self) -> None:
         """The router says no more: `next_events` returns None."""
         self._ended = True
@@ -236,7 +250,7 @@ class _Session:
     async def next_events(self) -> internal_pb2.DecodeEvents | None:
         """What is pending, as soon as there is something; None once the session has ended."""
         await self._wake.wait()
-        if self._ended:
+        if self._ended or (self._finishing and not self._pending):
             return None
         count, room = 0, _MAX_EVENTS
         while count < len(self._pending) and room > 0:
@@ -247,6 +261,6 @@ class _Session:
             count += 1
             room -= _PROMPT_LOGPROBS_WEIGHT if kind == "prompt_logprobs" else 1
         events, self._pending = self._pending[:count], self._pending[count:]
-        if not self._pending:
+        if not self._pending and not self._finishing:
             self._wake.clear()
         return internal_pb2.DecodeEvents(events=events)

@@ -138,6 +138,9 @@ class PrefillProcess:
     def begin_drain(self) -> None:
         self._service.draining = True
 
+    def end_drain(self) -> None:
+        """Nothing: each request has a call of its own, which ended with it."""
+
     def close(self, timeout_s: float) -> None:
         self._sender.close(timeout_s)
         self._receiver.close(timeout_s)

@@ -105,6 +105,10 @@ class HostedWorker(Protocol):
         """Refuse new requests from now on. Idempotent."""
         ...
 
+    def end_drain(self) -> None:
+        """No request runs any more, or none may: end the streams that outlast requests, behind their last messages."""
+        ...
+
     def close(self, timeout_s: float) -> None:
         """Stop threads and transports. Blocks; called in a thread, last."""
         ...
@@ -149,6 +153,11 @@ async def host_worker(
         await _until_drained(worker, membership, shutdown, dead, options.drain_timeout_s)
     finally:
         announcing.cancel()
+        if not dead.is_set():
+            # First the streams end: a router that hears on another connection that this worker is gone would take
+            # what was told last, and is still on its way, for lost.
+            worker.end_drain()
+            await server.stop(_STOP_GRACE_S)
         await membership.stop()
         await server.stop(_STOP_GRACE_S)
         await asyncio.to_thread(worker.close, _CLOSE_TIMEOUT_S)

@@ -234,6 +234,21 @@ async def test_a_server_that_stops_closes_its_sessions(bench: Bench) -> None:
     assert bench.service.in_flight.count == 0
 
 
+async def test_streams_that_are_ended_end_behind_what_is_still_to_be_told(bench: Bench) -> None:
+    call = await bench.session()
+    request = await bench.admitted(call)
+    request.emit([token("r", 0), done("r")])
+    # Behind what was emitted, in the order of the loop.
+    asyncio.get_running_loop().call_soon(bench.service.end_sessions)
+    kinds = []
+    async with asyncio.timeout(WAIT_S):
+        async for events in call:
+            kinds += [event.WhichOneof("kind") for event in events.events]
+    assert kinds == ["tokens", "done"]
+    await bench.loop.wait(SessionClosed)
+    assert bench.service.in_flight.count == 0
+
+
 async def test_an_export_reaches_the_engine_and_a_bad_or_refused_one_breaks_nothing(bench: Bench) -> None:
     call = await bench.session()
     ticket = Ticket(handoff_id="x", block_ids=[1, 2], layout=KVCacheLayout(block_size=4))
