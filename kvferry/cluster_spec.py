@@ -7,9 +7,12 @@ from typing import Any
 
 from kv_transfer.options import AUTO, SendOptions, WireDtype, check_names
 from kvferry.router_flags import RouterFlags
+from router.door_options import DoorOptions
 from runtime.config import flag_name
+from runtime.tls import InternalTlsOptions
 from runtime.tracing import TracingOptions
 
+_DOOR = ("api_keys_file", "protect_metrics", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
 _INTERNAL_TLS = ("internal_tls_cert_file", "internal_tls_key_file", "internal_tls_ca_file")
 INTERNAL_HOST = "127.0.0.1"  # workers, and the port where they attach: never reachable from elsewhere
 
@@ -105,15 +108,8 @@ class ClusterSpec:
                 raise ValueError(f"{flag_name(name)} must be a power of two from 8 to 128")
 
     def _check_door(self) -> None:
-        if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise ValueError("--tls-cert-file and --tls-key-file go together")
-        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
-            raise ValueError("--tls-client-ca-file needs --tls-cert-file")
-        if self.protect_metrics and self.api_keys_file is None:
-            raise ValueError("--protect-metrics needs --api-keys-file")
-        internal = [getattr(self, name) is not None for name in _INTERNAL_TLS]
-        if any(internal) and not all(internal):
-            raise ValueError(f"{', '.join(map(flag_name, _INTERNAL_TLS))} go together")
+        DoorOptions(**{name: getattr(self, name) for name in _DOOR}).validate()
+        InternalTlsOptions(**{name: getattr(self, name) for name in _INTERNAL_TLS}).validate()
 
     @property
     def worker_ids(self) -> tuple[str, ...]:

@@ -33,13 +33,12 @@ from router.generation import GenerationRequest, TextChunk, TextEnd
 from router.generation_plan import Prompt, RequestScope, build_requests, check_model
 from router.grpc_answers import responses
 from router.grpc_plan import FIELDS, conversation, plan_generation
-from router.http.choices import interleave
+from router.http.choices import choice_texts
 from router.http.errors import log_defect
 from router.http.generation import RequestCap, token_ids_of
 from router.http.services import Services
 from router.tenants import Tenant, key_of
-from router.text.chat_reader import ChatReader, ChatSyntax, chat_events
-from router.text.text_generation import generate
+from router.text.chat_reader import ChatSyntax
 from runtime.errors import ERROR_METADATA_KEY, KvferryError, invalid
 from runtime.telemetry import request_context
 from runtime.tracing import trace_id_of
@@ -167,12 +166,7 @@ class PublicService(public_pb2_grpc.KvferryServicer):
         return _Job(build_requests(plan, [token_ids], limits, scope), chat)
 
     def _texts(self, job: _Job) -> AsyncGenerator[tuple[int, TextChunk | TextEnd], None]:
-        tokenizer = self._services.tokenizer.tokenizer
-        texts = [generate(self._services.source, request, tokenizer) for request in job.requests]
-        if job.chat is not None:
-            readers = [ChatReader(job.chat, request.request_id) for request in job.requests]
-            texts = [chat_events(stream, reader) for stream, reader in zip(texts, readers, strict=True)]
-        return interleave(texts)
+        return choice_texts(self._services.source, job.requests, job.chat, self._services.tokenizer.tokenizer)
 
     async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):

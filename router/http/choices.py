@@ -5,7 +5,24 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from router.generation import GenerationRequest, TextChunk, TextEnd, TokenSource
+from router.text.chat_reader import ChatReader, ChatSyntax, chat_events
+from router.text.text_generation import generate
+from router.text.tokenizer import Tokenizer
+
 T = TypeVar("T")
+
+
+def choice_texts(
+    source: TokenSource, requests: Sequence[GenerationRequest], chat: ChatSyntax | None, tokenizer: Tokenizer
+) -> AsyncGenerator[tuple[int, TextChunk | TextEnd], None]:
+    """The answers to the requests, interleaved, as events of a chat if they belong to one (`chat_reader.py`). Both
+    front doors read their answers here."""
+    texts = [generate(source, request, tokenizer) for request in requests]
+    if chat is not None:
+        readers = [ChatReader(chat, request.request_id) for request in requests]
+        texts = [chat_events(stream, reader) for stream, reader in zip(texts, readers, strict=True)]
+    return interleave(texts)
 
 
 async def interleave(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

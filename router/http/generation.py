@@ -34,7 +34,7 @@ from router.generation_plan import (
 )
 from router.http.asgi import RawHeaders, Receive, Scope, Send, send_body, tenant_of
 from router.http.best_of import best_answers
-from router.http.choices import interleave
+from router.http.choices import choice_texts
 from router.http.deadline import deadline_of
 from router.http.endpoint_kind import AnswerShape, Asked, EndpointKind
 from router.http.errors import ClientGone, to_http_error
@@ -42,8 +42,7 @@ from router.http.json_body import LARGE_BODY_BYTES, BodyReader, decode_body
 from router.http.openai_responses import Answer, AnswerHead, Echo, usage_of
 from router.http.services import Services
 from router.http.sse import ClientWatch, EventStream
-from router.text.chat_reader import ChatReader, ChatSyntax, chat_events
-from router.text.text_generation import generate
+from router.text.chat_reader import ChatSyntax
 from router.text.tokenizer import AsyncTokenizer
 from runtime.errors import KvferryError
 from runtime.telemetry import request_context
@@ -205,12 +204,7 @@ class GenerationEndpoint(Generic[B]):
         return echoes
 
     def _texts(self, job: _Job) -> AsyncGenerator[tuple[int, TextChunk | TextEnd], None]:
-        tokenizer = self._services.tokenizer.tokenizer
-        texts = [generate(self._services.source, request, tokenizer) for request in job.requests]
-        if job.chat is not None:
-            readers = [ChatReader(job.chat, request.request_id) for request in job.requests]
-            texts = [chat_events(stream, reader) for stream, reader in zip(texts, readers, strict=True)]
-        return interleave(texts)
+        return choice_texts(self._services.source, job.requests, job.chat, self._services.tokenizer.tokenizer)
 
     async def _collect(self, job: _Job) -> bytes:
         answers = [Answer() for _ in job.requests]
