@@ -13,24 +13,9 @@ from typing import Any
 import httpx
 
 from bench.common.failover_cluster import StreamCluster
+from bench.common.words import some_words
 
 _TIMEOUT_S = 60.0
-_WORDS = (
-    "the",
-    "old",
-    "grey",
-    "quick",
-    "fox",
-    "crow",
-    "river",
-    "mill",
-    "bread",
-    "winter",
-    "door",
-    "road",
-    "sees",
-    "and",
-)
 
 
 @dataclass(slots=True)
@@ -133,8 +118,7 @@ class StreamRounds:
 
     def _prompt(self) -> str:
         self._number += 1
-        story = " ".join(self._rng.choice(_WORDS) for _ in range(self._rng.randrange(40, 160)))
-        return f"Story {self._number}. {story}"
+        return f"Story {self._number}. {some_words(self._rng, self._rng.randrange(40, 160))}"
 
     async def _all(self, prompts: Sequence[str]) -> list[Heard]:
         return await asyncio.gather(*(self._stream(prompt) for prompt in prompts))

@@ -17,26 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.common.soak_http import Exchange, Received, Sent, received
+from bench.common.words import some_words
 
 ANSWER_TIMEOUT_S = 180.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-_WORDS = (
-    "the",
-    "old",
-    "grey",
-    "fox",
-    "crow",
-    "river",
-    "mill",
-    "bread",
-    "winter",
-    "door",
-    "road",
-    "sees",
-    "and",
-    "runs",
-)
 _MOST_READS = 24
 _BOMB_BYTES = 64 * 1024 * 1024
 
@@ -144,7 +129,7 @@ class SoakClients:
         return made
 
     def _words(self, count: int) -> str:
-        return " ".join(self._rng.choice(_WORDS) for _ in range(count))
+        return some_words(self._rng, count)
 
     async def _known(self, *, stream: bool, compressed: bool = False) -> None:
         number = self._rng.randrange(len(self._questions))
