@@ -16,8 +16,6 @@
 /* Numbers of W in a row that are worked on at once: four rows of them as floats, and what is read of x beside them,
    stay in the first-level cache. */
 enum { K_BLOCK = 768 };
-/* Rows of x for which W is read again: as many as stay in the second-level cache. */
-enum { T_BLOCK = 96 };
 
 typedef float four __attribute__((vector_size(16)));
 typedef float loose_four __attribute__((vector_size(16), aligned(4), may_alias));
@@ -216,14 +214,13 @@ static void linear_pieces(struct work *work, int64_t thread)
     }
 }
 
-/* y = x W^T + bias, or y += that; strides in floats. */
+/* y = x W^T + bias, or y += that; strides in floats. For few tokens: x is to stay in the second-level cache. */
 EXPORT void kvferry_linear(const struct weight *w, const float *x, int64_t x_stride, float *y, int64_t y_stride,
                            int64_t tokens, int64_t add, int64_t level, int64_t threads)
 {
     struct linear_call call = {{linear_pieces, 1, 0}, w, {x, y, x_stride, y_stride, tokens, add}, w->n, level};
     if (threads > 1) {
-        /* Whole cache lines of y. With so many tokens that x does not stay in the cache, it is read for each piece. */
-        const int64_t least = tokens > T_BLOCK ? 64 : 16;
+        const int64_t least = 16; /* whole cache lines of y */
         call.rows = (PIECE_PRODUCTS / (w->k * tokens + 1) + least) / least * least;
         call.work.pieces = (w->n + call.rows - 1) / call.rows;
     }

@@ -173,24 +173,18 @@ INLINE void FN(piece)(const struct weight *w, const struct product *p, struct ti
 }
 
 /* Rows `first` to `last` of W, and the columns of y that belong to them. */
-TARGET static void FN(linear)(const struct weight *w, const struct product *whole, int64_t first, int64_t last)
+TARGET static void FN(linear)(const struct weight *w, const struct product *p, int64_t first, int64_t last)
 {
-    struct product p = *whole;
-    for (int64_t token = 0; token < whole->tokens; token += T_BLOCK) {
-        p.tokens = whole->tokens - token < T_BLOCK ? whole->tokens - token : T_BLOCK;
-        p.x = whole->x + token * whole->x_stride;
-        p.y = whole->y + token * whole->y_stride;
-        struct tile t = {.x_stride = p.x_stride, .y_stride = p.y_stride, .next_stride = w->k * item_bytes(w->dtype),
-                         .next_item_bytes = item_bytes(w->dtype)};
-        for (int64_t n = first; n < last; n += 4) {
-            t.width = last - n < 4 ? last - n : 4;
-            t.scale = four_of(w->scales, n, t.width, 1.0f);
-            for (int64_t k = 0; k < w->k; k += K_BLOCK) {
-                t.k = w->k - k < K_BLOCK ? w->k - k : K_BLOCK;
-                t.bias = four_of(k ? NULL : w->bias, n, t.width, 0.0f);
-                t.add = p.add || k;
-                FN(piece)(w, &p, &t, n, k);
-            }
+    struct tile t = {.x_stride = p->x_stride, .y_stride = p->y_stride, .next_stride = w->k * item_bytes(w->dtype),
+                     .next_item_bytes = item_bytes(w->dtype)};
+    for (int64_t n = first; n < last; n += 4) {
+        t.width = last - n < 4 ? last - n : 4;
+        t.scale = four_of(w->scales, n, t.width, 1.0f);
+        for (int64_t k = 0; k < w->k; k += K_BLOCK) {
+            t.k = w->k - k < K_BLOCK ? w->k - k : K_BLOCK;
+            t.bias = four_of(k ? NULL : w->bias, n, t.width, 0.0f);
+            t.add = p->add || k;
+            FN(piece)(w, p, &t, n, k);
         }
     }
 }
