@@ -4,7 +4,7 @@ from typing import Any
 
 from kv_transfer.choice import degraded
 from kvferry_rpc.common_pb2 import KVReceipt, Migration
-from router.receipts import FINAL_FAILURE, json_fields
+from router.dispatch.receipts import FINAL_FAILURE, json_fields
 
 
 def receipt_dict(receipt: KVReceipt) -> dict[str, Any]:

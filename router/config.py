@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from kv_transfer.choice import PREFERENCE
-from router.dispatch_limits import DispatchLimits
+from router.dispatch.dispatch_limits import DispatchLimits
 from router.door_options import DoorOptions
 from router.process_options import ProcessOptions
 from router.queue_options import QueueOptions

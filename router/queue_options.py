@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from router.slo import BATCH, INTERACTIVE, SloClass
+from router.admission.slo import BATCH, INTERACTIVE, SloClass
 from runtime.config import flag
 
 

@@ -8,29 +8,30 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvferry_rpc import internal_pb2_grpc, public_pb2_grpc
-from router import grpc_server, membership_service
-from router.access_log import AccessLog, App
-from router.cluster_state import cluster_state
+from router.admission.fair_queue import TenantShare
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher
-from router.fair_queue import TenantShare
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.receipts import ReceiptStore
+from router.dispatch.worker_links import WorkerLinks
 from router.generation import TokenSource
-from router.generation_plan import ModelLimits
-from router.grpc_server import PublicService
+from router.grpc import server as grpc_server
+from router.grpc.server import PublicService
 from router.http.protocol import HttpServer
 from router.http.server import build_app
 from router.http.services import Services
-from router.live_page import LivePage
-from router.membership_service import MembershipService
-from router.metrics import RouterMetrics
-from router.receipts import ReceiptStore
+from router.observation.access_log import AccessLog, App
+from router.observation.live_page import LivePage
+from router.observation.metrics import RouterMetrics
+from router.observation.traces import Traces, request_spans, untraced
+from router.plans.generation_plan import ModelLimits
 from router.tenant_limits import MeteredSource
 from router.tenants import TenantDirectory
 from router.text.chat_format import chat_format
 from router.text.tokenizer import AsyncTokenizer, Tokenizer
-from router.traces import Traces, request_spans, untraced
-from router.worker_links import WorkerLinks
-from router.worker_registry import WorkerRegistry
+from router.workers import membership_service
+from router.workers.cluster_state import cluster_state
+from router.workers.membership_service import MembershipService
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import SystemClock
 from runtime.grpc_life import GrpcServer, channel
 from runtime.limits import MAX_BODY_BYTES

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Final
 
-from router.generation_plan import GenerationPlan, ModelLimits, Prompt, plan_chat
 from router.http.anthropic_chat import chat_of, hides_thinking
 from router.http.anthropic_messages import MessageShape, error_body
 from router.http.anthropic_requests import CountBody, MessagesBody
@@ -11,6 +10,7 @@ from router.http.endpoint_kind import Asked, EndpointKind
 from router.http.errors import HttpError
 from router.http.field_names import FieldNames
 from router.http.openai_responses import AnswerHead, Echo
+from router.plans.generation_plan import GenerationPlan, ModelLimits, Prompt, plan_chat
 from router.text.tokenizer import Tokenizer
 
 PATH: Final = "/v1/messages"

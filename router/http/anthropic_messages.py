@@ -7,11 +7,11 @@ import orjson
 
 from kvferry_rpc.common_pb2 import FinishReason, KVReceipt
 from router.generation import TextChunk, TextEnd
-from router.generation_plan import GenerationPlan
 from router.http.answer_parts import AnswerPart, Change, PartCutter, PartKind, PartStep, parts_of
 from router.http.errors import HttpError
 from router.http.openai_responses import Answer, AnswerHead, receipt_fields
 from router.http.sse import HEARTBEAT, named_event
+from router.plans.generation_plan import GenerationPlan
 from router.text.chat_events import ChatChunk, ChatEnd, ChatEvent, ReasoningDelta
 
 _ERROR_TYPES: Final[Mapping[int, str]] = {

@@ -11,7 +11,7 @@ import orjson
 
 from router.http.asgi import Receive, Scope, Send, send_body, tenant_of
 from router.http.services import Services
-from router.live_requests import RequestView
+from router.observation.live_requests import RequestView
 
 
 class DebugRequests:

@@ -6,10 +6,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvferry_rpc.common_pb2 import KVReceipt
 from router.generation import TextChunk, TextEnd
-from router.generation_plan import GenerationPlan, ModelLimits
 from router.http.errors import HttpError
 from router.http.field_names import OWN_NAMES, FieldNames
 from router.http.openai_responses import Answer, AnswerHead, Echo
+from router.plans.generation_plan import GenerationPlan, ModelLimits
 from router.text.tokenizer import Tokenizer
 
 B = TypeVar("B")

@@ -22,16 +22,7 @@ from typing import Generic, TypeVar
 from starlette.datastructures import Headers
 
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
-from router.access_log import AccessNote, access_note
-from router.chat_plan import syntax_behind, template_messages
 from router.generation import GenerationRequest, TextChunk, TextEnd
-from router.generation_plan import (
-    Conversation,
-    GenerationPlan,
-    Prompt,
-    RequestScope,
-    build_requests,
-)
 from router.http.asgi import RawHeaders, Receive, Scope, Send, send_body, tenant_of
 from router.http.best_of import best_answers
 from router.http.choices import choice_texts
@@ -42,6 +33,15 @@ from router.http.json_body import LARGE_BODY_BYTES, BodyReader, decode_body
 from router.http.openai_responses import Answer, AnswerHead, Echo, usage_of
 from router.http.services import Services
 from router.http.sse import ClientWatch, EventStream
+from router.observation.access_log import AccessNote, access_note
+from router.plans.chat_plan import syntax_behind, template_messages
+from router.plans.generation_plan import (
+    Conversation,
+    GenerationPlan,
+    Prompt,
+    RequestScope,
+    build_requests,
+)
 from router.text.chat_reader import ChatSyntax
 from router.text.tokenizer import AsyncTokenizer
 from runtime.errors import KvferryError

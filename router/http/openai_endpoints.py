@@ -5,12 +5,12 @@ from typing import Any, Final
 
 from kvferry_rpc.common_pb2 import KVReceipt
 from router.generation import TextChunk, TextEnd
-from router.generation_plan import GenerationPlan, plan_chat, plan_completion
 from router.http.endpoint_kind import Asked, EndpointKind
 from router.http.errors import HttpError
 from router.http.openai_requests import ChatBody, CompletionBody
 from router.http.openai_responses import Answer, AnswerHead, ChatShape, ChunkShape, CompletionShape, Echo, usage_of
 from router.http.sse import DONE, HEARTBEAT, event
+from router.plans.generation_plan import GenerationPlan, plan_chat, plan_completion
 from router.text.tokenizer import Tokenizer
 
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import orjson
 
 from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, PromptTokenLogprob, TokenOutput
+from router.dispatch.receipts import json_fields
 from router.generation import TextChunk, TextEnd
 from router.http.openai_logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, prompt_logprobs
 from router.http.openai_messages import chat_delta, chat_message
-from router.receipts import json_fields
 from router.text.chat_events import ChatChunk, ChatEnd, ChatEvent
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

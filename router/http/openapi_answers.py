@@ -15,7 +15,7 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 def _of_message(name: str, descriptor: Descriptor, nested: type[Struct] | None = None) -> type[Struct]:
-    """A protobuf message as `router.receipts.json_fields` shows it; repeated messages in it are `nested`."""
+    """A protobuf message as `router.dispatch.receipts.json_fields` shows it; repeated messages in it are `nested`."""
     scalars: dict[int, Any] = {
         FieldDescriptor.TYPE_STRING: str,
         FieldDescriptor.TYPE_BYTES: Annotated[str, Meta(pattern="^([0-9a-f]{2})*$")],

@@ -7,7 +7,6 @@ from typing import Final
 import msgspec
 import orjson
 
-from router.generation_plan import GenerationPlan, ModelLimits, plan_chat
 from router.http.endpoint_kind import Asked, EndpointKind
 from router.http.openai_requests import TextFormat
 from router.http.openai_responses import AnswerHead, Echo
@@ -15,6 +14,7 @@ from router.http.responses_chat import chat_of
 from router.http.responses_items import Fields
 from router.http.responses_requests import ResponsesBody
 from router.http.responses_shape import ResponseShape
+from router.plans.generation_plan import GenerationPlan, ModelLimits, plan_chat
 from router.text.tokenizer import Tokenizer
 from router.text.tools import json_text
 from runtime.errors import invalid

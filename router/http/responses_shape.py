@@ -7,13 +7,13 @@ import orjson
 
 from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, TokenOutput
 from router.generation import TextChunk, TextEnd
-from router.generation_plan import GenerationPlan
 from router.http.answer_parts import AnswerPart, Change, PartCutter, PartStep, parts_of
 from router.http.errors import HttpError
 from router.http.openai_logprobs import TokenTexts, chat_logprobs
 from router.http.openai_responses import Answer, AnswerHead, receipt_fields
 from router.http.responses_items import Fields, ItemShape
 from router.http.sse import HEARTBEAT, named_event
+from router.plans.generation_plan import GenerationPlan
 from router.text.chat_events import ChatChunk, ChatEnd
 
 _FAILURES: Final = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

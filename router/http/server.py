@@ -32,7 +32,6 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from router.generation_plan import check_model, tokenize_prompt
 from router.http.anthropic_endpoint import MESSAGES, PATH, counted_prompt, is_messages_path, messages_error
 from router.http.anthropic_requests import CountBody
 from router.http.asgi import TENANT, Receive, Scope, Send, send_body, tenant_of
@@ -48,6 +47,7 @@ from router.http.responses_endpoint import RESPONSES
 from router.http.services import Services
 from router.http.sse import ClientWatch
 from router.http.ui import LiveUi
+from router.plans.generation_plan import check_model, tokenize_prompt
 from router.tenants import key_of
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]

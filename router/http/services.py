@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
 from router.generation import TokenSource
-from router.generation_plan import ModelLimits
 from router.http.errors import ClientGone, HttpError
-from router.live_page import LivePage
-from router.live_requests import RequestView
+from router.observation.live_page import LivePage
+from router.observation.live_requests import RequestView
+from router.observation.traces import untraced
+from router.plans.generation_plan import ModelLimits
 from router.tenants import TenantDirectory
 from router.text.tokenizer import AsyncTokenizer
-from router.traces import untraced
 from runtime.clock import Clock, SystemClock
 from runtime.errors import KvferryError
 from runtime.limits import DEFAULT_REQUEST_TIMEOUT_S

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from router.http.asgi import RawHeaders, Receive, Scope, Send, send_body, tenant_of
 from router.http.errors import HttpError
 from router.http.sse import ClientWatch, EventStream, event
-from router.live_page import LivePage
+from router.observation.live_page import LivePage
 
 # A watcher comes back after that time, with its key: who has none any more stops watching.
 MAX_WATCH_S = 600.0

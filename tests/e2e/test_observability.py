@@ -73,7 +73,7 @@ def test_a_request_leaves_one_trace_one_line_and_its_counts_in_every_place(clust
     assert ("kvferry_worker_steps_total", "prefill-0") in samples
 
     lines = [json.loads(line) for line in cluster.log("router").splitlines() if request_id in line]
-    (line,) = [line for line in lines if line["logger"] == "router.access_log"]
+    (line,) = [line for line in lines if line["logger"] == "router.observation.access_log"]
     assert (line["path"], line["status"], line["trace_id"]) == ("/v1/completions", 200, TRACE)
     assert line["output_tokens"] == usage["completion_tokens"]
     assert "very prompt" not in json.dumps(lines)

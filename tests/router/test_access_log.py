@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.access_log import AccessLog, AccessNote, log_call
+from router.observation.access_log import AccessLog, AccessNote, log_call
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from runtime.telemetry import JsonFormatter
@@ -18,7 +18,7 @@ CHAT = "/v1/chat/completions"
 
 
 def written(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
-    lines = [record for record in caplog.records if record.name == "router.access_log"]
+    lines = [record for record in caplog.records if record.name == "router.observation.access_log"]
     return [json.loads(JsonFormatter("router").format(record)) for record in lines]
 
 
@@ -32,7 +32,7 @@ async def ask(door: Door, method: str, path: str, **options: object) -> httpx.Re
 async def test_a_request_leaves_a_line_with_its_facts_and_none_of_its_words(
     caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    caplog.set_level(logging.INFO, "router.access_log")
+    caplog.set_level(logging.INFO, "router.observation.access_log")
     door = Door(says("An answer."), begin_trace=lambda header: header or "")
     body = {**chat_body(), "stream": stream}
     response = await ask(door, "POST", f"{CHAT}?secret=word", json=body, headers={"traceparent": TRACEPARENT})
@@ -53,7 +53,7 @@ async def test_a_request_leaves_a_line_with_its_facts_and_none_of_its_words(
 
 
 async def test_refusals_and_unknown_paths_leave_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.access_log")
+    caplog.set_level(logging.INFO, "router.observation.access_log")
     door = Door(says("An answer."))
     await ask(door, "POST", CHAT, content=b"{", headers={"content-type": "application/json"})
     await ask(door, "GET", "/a%0Ab" + "c" * 1000)
@@ -74,7 +74,7 @@ async def test_refusals_and_unknown_paths_leave_a_line_too(caplog: pytest.LogCap
 def test_a_call_over_grpc_leaves_a_line_with_its_status(
     caplog: pytest.LogCaptureFixture, problem: BaseException | None, status: str
 ) -> None:
-    caplog.set_level(logging.INFO, "router.access_log")
+    caplog.set_level(logging.INFO, "router.observation.access_log")
 
     def call() -> None:
         with log_call("Generate", AccessNote("gen-1", tenant="red", output_tokens=3), ManualClock()):

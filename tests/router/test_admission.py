@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.admission import Admission, AdmissionLimits, Entry
-from router.kv_ledger import Expectation
-from router.shedding import ShedReason
-from router.slo import BATCH, INTERACTIVE
+from router.admission.admission import Admission, AdmissionLimits, Entry
+from router.admission.kv_ledger import Expectation
+from router.admission.shedding import ShedReason
+from router.admission.slo import BATCH, INTERACTIVE
 from runtime.clock import SystemClock
 from runtime.errors import KvferryError
 from tests.support.admission_desk import Desk, Rooms, settle

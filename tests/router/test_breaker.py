@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.breaker import FIRST_OPEN_S, LONGEST_OPEN_S, MAX_FAILURES, Breaker, BreakerState
+from router.workers.breaker import FIRST_OPEN_S, LONGEST_OPEN_S, MAX_FAILURES, Breaker, BreakerState
 
 HALF = 0.5  # jitter that changes nothing
 

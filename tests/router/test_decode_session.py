@@ -21,9 +21,9 @@ from kvferry_rpc.internal_pb2 import (
     Register,
     Tokens,
 )
-from router import decode_session
-from router.decode_session import DecodeSession
-from router.inbox import Inbox
+from router.dispatch import decode_session
+from router.dispatch.decode_session import DecodeSession
+from router.dispatch.inbox import Inbox
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from runtime.grpc_life import channel

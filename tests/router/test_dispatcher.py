@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
-from router import attempt
+from router.dispatch import attempt
 from router.generation import TokenBatch, TokenEnd
 from tests.support.fake_model import continuation
 from tests.support.fake_workers import CHECKSUM

@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 from kvferry_rpc.common_pb2 import ErrorCode, SamplingParams
-from router.dispatch_limits import DispatchLimits
-from router.fair_queue import TenantShare
-from router.slo import INTERACTIVE
+from router.admission.fair_queue import TenantShare
+from router.admission.slo import INTERACTIVE
+from router.dispatch.dispatch_limits import DispatchLimits
 from tests.support.fake_workers import FakeDecode, error
 from tests.support.router_cluster import ANSWER, Answer, RouterCluster, failure_of, router_cluster
 

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
-from router.dispatch_limits import DispatchLimits
+from router.dispatch.dispatch_limits import DispatchLimits
 from router.generation import TokenEnd
 from tests.support.fake_workers import error
 from tests.support.router_cluster import ANSWER, PROMPT, failure_of, first_tokens, router_cluster

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
-from router.dispatch_limits import DispatchLimits
+from router.dispatch.dispatch_limits import DispatchLimits
 from router.generation import EnoughTokens, TokenEnd
 from tests.support.fake_workers import CHECKSUM, FakeDecode, FakePrefill, error
 from tests.support.router_cluster import ANSWER, RouterCluster, failure_of, first_tokens, router_cluster

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import KVEvent
-from router.dispatch_limits import DispatchLimits
+from router.dispatch.dispatch_limits import DispatchLimits
 from router.generation import TokenEnd
 from runtime.errors import KvferryError
 from tests.support.fake_model import continuation

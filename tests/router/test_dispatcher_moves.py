@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvferry_rpc.common_pb2 import Error, ErrorCode
-from router import course
-from router.course import MAX_MOVES
-from router.dispatch_limits import DispatchLimits
+from router.dispatch import course
+from router.dispatch.course import MAX_MOVES
+from router.dispatch.dispatch_limits import DispatchLimits
+from router.dispatch.proof import Clause, StrictRefusal
 from router.generation import EnoughTokens, TokenBatch, TokenEnd
-from router.proof import Clause, StrictRefusal
 from tests.support.fake_moves import MovingDecode
 from tests.support.fake_workers import error
 from tests.support.router_cluster import ANSWER, PROMPT, RouterCluster, failure_of, first_tokens, router_cluster

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry_rpc.common_pb2 import Error, ErrorCode, KVCacheLayout
 from kvferry_rpc.internal_pb2 import Ticket
-from router.dispatch_limits import DispatchLimits
+from router.dispatch.dispatch_limits import DispatchLimits
 from router.generation import TokenEnd
 from tests.support.fake_model import continuation
 from tests.support.fake_workers import BLOCK_SIZE

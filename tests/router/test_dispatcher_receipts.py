@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.dispatch_limits import DispatchLimits
+from router.dispatch.dispatch_limits import DispatchLimits
 from router.generation import EnoughTokens, TokenEnd
 from tests.support.fake_workers import CHECKSUM, error
 from tests.support.router_cluster import ANSWER, failure_of, first_tokens, router_cluster

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.breaker import MAX_FAILURES
-from router.dispatch_limits import DispatchLimits
+from router.dispatch.dispatch_limits import DispatchLimits
 from router.generation import TokenEnd
+from router.workers.breaker import MAX_FAILURES
 from tests.support.fake_workers import error
 from tests.support.router_cluster import ANSWER, PROMPT, RouterCluster, failure_of, first_tokens, router_cluster
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router import attempt
-from router.dispatch_limits import DispatchLimits
+from router.dispatch import attempt
+from router.dispatch.dispatch_limits import DispatchLimits
+from router.dispatch.proof import Clause
 from router.generation import EnoughTokens, TokenEnd
-from router.proof import Clause
 from tests.support.fake_workers import CHECKSUM, FakeDecode, FakePrefill, error
 from tests.support.router_cluster import ANSWER, RouterCluster, failure_of, first_tokens, router_cluster
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fair_queue import (
+from router.admission.fair_queue import (
     AGING_TOKENS,
     QUANTUM_TOKENS,
     Excess,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler import SchedulerConfig
-from router.forecast import Demand, PoolState, can_ever_hold, fits
+from router.admission.forecast import Demand, PoolState, can_ever_hold, fits
 from tests.support.scheduler_world import World, make
 
 BLOCK = 4

@@ -7,7 +7,9 @@ import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
 from router.generation import GenerationRequest
-from router.generation_plan import (
+from router.http.json_body import decode
+from router.http.openai_requests import ChatBody, CompletionBody
+from router.plans.generation_plan import (
     GenerationPlan,
     ModelLimits,
     RequestScope,
@@ -15,8 +17,6 @@ from router.generation_plan import (
     plan_chat,
     plan_completion,
 )
-from router.http.json_body import decode
-from router.http.openai_requests import ChatBody, CompletionBody
 from runtime.errors import KvferryError
 from runtime.limits import (
     MAX_CHOICES,

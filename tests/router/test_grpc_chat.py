@@ -22,7 +22,7 @@ from kvferry_rpc.public_pb2 import (
     ToolCall,
     ToolChoice,
 )
-from router.grpc_server import SERVICE_NAME
+from router.grpc.server import SERVICE_NAME
 from router.text.chat_format import ChatFormat
 from runtime.grpc_life import channel
 from tests.support.grpc_door import at_door, serving

@@ -9,8 +9,8 @@ import pytest
 
 from kvferry_rpc import public_pb2
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, Grammar, KVReceipt, LogitBias, SamplingParams
-from router.cluster_state import cluster_state
-from router.grpc_server import REQUEST_ID_METADATA_KEY
+from router.grpc.server import REQUEST_ID_METADATA_KEY
+from router.workers.cluster_state import cluster_state
 from runtime.errors import KvferryError
 from tests.support.grpc_door import serving
 from tests.support.http_door import CONTEXT, MODEL, ids_of, one_by_one, tokenizer

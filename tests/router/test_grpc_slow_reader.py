@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from kvferry_rpc import public_pb2, public_pb2_grpc
-from router.grpc_server import SERVICE_NAME, PublicService
+from router.grpc.server import SERVICE_NAME, PublicService
 from runtime.grpc_life import GrpcServer
 from tests.support.http_door import MODEL, Door, ids_of
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.slo import BATCH, INTERACTIVE
+from router.admission.slo import BATCH, INTERACTIVE
 from tests.support.http_door import Door, chat_body, completion_body, says
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

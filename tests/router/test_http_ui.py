@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from router.http.ui import read_assets
-from router.live_page import LivePage
-from router.live_requests import LiveRequests
+from router.observation.live_page import LivePage
+from router.observation.live_requests import LiveRequests
 from router.tenants import TenantDirectory
-from router.worker_registry import WorkerRegistry
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import ManualClock
 from tests.support.api_keys import everybody, tenant_with_key
 from tests.support.http_door import AsgiCall, Door, says

@@ -12,10 +12,10 @@ import pytest
 
 from kvferry_rpc import public_pb2, public_pb2_grpc
 from kvferry_rpc.common_pb2 import Error, ErrorCode, KVReceipt, SamplingParams
+from router.dispatch.receipts import ReceiptStore
 from router.generation import GenerationRequest
-from router.grpc_server import SERVICE_NAME, PublicService
-from router.live_requests import LiveRequests
-from router.receipts import ReceiptStore
+from router.grpc.server import SERVICE_NAME, PublicService
+from router.observation.live_requests import LiveRequests
 from router.tenant_limits import MeteredSource
 from router.tenants import TenantDirectory
 from runtime.clock import ManualClock

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from kvferry_rpc.internal_pb2 import LoadReport
-from router.forecast import PoolState
-from router.kv_ledger import Expectation, KVLedger
-from router.worker_registry import AttachedWorker, WorkerRegistry
+from router.admission.forecast import PoolState
+from router.admission.kv_ledger import Expectation, KVLedger
+from router.workers.worker_registry import AttachedWorker, WorkerRegistry
 from runtime.clock import ManualClock
 from tests.support.fake_workers import BLOCK_SIZE
 from tests.support.registry_parts import attach

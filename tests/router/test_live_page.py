@@ -10,11 +10,11 @@ import pytest
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt, SamplingParams
 from kvferry_rpc.internal_pb2 import LoadReport, Role
 from router.generation import GenerationRequest
-from router.live_page import MAX_WATCHERS, LivePage
-from router.live_requests import LiveRequest, LiveRequests, Progress
+from router.observation.live_page import MAX_WATCHERS, LivePage
+from router.observation.live_requests import LiveRequest, LiveRequests, Progress
 from router.policy import Plan
 from router.tenants import Tenant
-from router.worker_registry import WorkerRegistry
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from tests.support.registry_parts import attach

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt, SamplingParams
-from router.dispatch_limits import DispatchLimits
+from router.dispatch.dispatch_limits import DispatchLimits
 from router.generation import GenerationRequest
-from router.live_requests import LiveRequests, Phase, Progress, RequestView
+from router.observation.live_requests import LiveRequests, Phase, Progress, RequestView
 from router.policy import Plan
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError

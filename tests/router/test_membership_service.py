@@ -10,9 +10,9 @@ import grpc
 
 from kvferry_rpc import internal_pb2_grpc
 from kvferry_rpc.internal_pb2 import KVEvents, LoadReport, Register, Role, RouterMessage, WorkerMessage
-from router.membership_service import SERVICE_NAME, MembershipService
 from router.policy import Health
-from router.worker_registry import WorkerRegistry
+from router.workers.membership_service import SERVICE_NAME, MembershipService
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import SystemClock
 from runtime.grpc_life import GrpcServer, channel
 from runtime.kv_event_log import KVEventLog

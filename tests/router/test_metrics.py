@@ -9,13 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
 from kvferry_rpc.internal_pb2 import LoadReport, Role
-from router import tenant_metrics
-from router.breaker import MAX_FAILURES
-from router.metrics import RouterMetrics
-from router.proof import Clause, HandoffRules
-from router.shedding import ShedReason
-from router.slo import BATCH, INTERACTIVE
-from router.worker_registry import WorkerRegistry
+from router.admission.shedding import ShedReason
+from router.admission.slo import BATCH, INTERACTIVE
+from router.dispatch.proof import Clause, HandoffRules
+from router.observation import tenant_metrics
+from router.observation.metrics import RouterMetrics
+from router.workers.breaker import MAX_FAILURES
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from tests.support.admission_desk import Desk, settle

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from router.pacer import Pacer
+from router.dispatch.pacer import Pacer
 
 
 class Timer:

@@ -2,12 +2,12 @@
 
 from kvferry_rpc.common_pb2 import SamplingParams
 from kvferry_rpc.internal_pb2 import LoadReport
-from router.admission import AdmissionLimits
+from router.admission.admission import AdmissionLimits
+from router.admission.kv_ledger import Expectation
+from router.admission.placing import Placing, PlacingLimits
 from router.generation import GenerationRequest
-from router.kv_ledger import Expectation
-from router.placing import Placing, PlacingLimits
 from router.policy import Plan, RequestShape
-from router.worker_registry import WorkerRegistry
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import ManualClock
 from tests.support.registry_parts import attach
 

@@ -7,9 +7,9 @@ import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import DecodeDone, HandoffVerified, PrefillDone
+from router.dispatch.proof import Clause, HandoffRules, StrictRefusal, check_so_far, check_whole
+from router.dispatch.receipts import AttemptRecord
 from router.policy import Plan
-from router.proof import Clause, HandoffRules, StrictRefusal, check_so_far, check_whole
-from router.receipts import AttemptRecord
 from runtime.errors import KvferryError
 
 LAX, STRICT = HandoffRules(), HandoffRules(strict=True)

@@ -6,8 +6,7 @@ import pytest
 
 from kvferry_rpc.common_pb2 import KVReceipt, Migration
 from kvferry_rpc.internal_pb2 import DecodeDone, HandoffVerified, PrefillDone
-from router.policy import Plan
-from router.receipts import (
+from router.dispatch.receipts import (
     MAX_FAILURE_LINES,
     AttemptRecord,
     Move,
@@ -17,6 +16,7 @@ from router.receipts import (
     unplaced,
     workers,
 )
+from router.policy import Plan
 
 REMOTE = Plan("decode-0", "prefill-0", "because")
 LOCAL = Plan("decode-0", None, "nobody else")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.recent import RecentBytes, RecentTimes
+from router.observation.recent import RecentBytes, RecentTimes
 
 
 def test_percentiles_are_by_nearest_rank_and_in_milliseconds() -> None:

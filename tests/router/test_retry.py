@@ -3,7 +3,7 @@
 import random
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.retry import RetryBudget, backoff_s, is_retriable
+from router.dispatch.retry import RetryBudget, backoff_s, is_retriable
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 

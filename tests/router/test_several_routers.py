@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from router.dispatch_limits import DispatchLimits
+from router.dispatch.dispatch_limits import DispatchLimits
 from router.generation import TokenBatch
 from tests.support.fake_workers import FakeDecode
 from tests.support.router_cluster import ANSWER, RouterCluster, router_cluster

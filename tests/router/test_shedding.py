@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.shedding import (
+from router.admission.shedding import (
     DEFAULT_OUTPUT_TOKENS,
     MAX_RETRY_AFTER_MS,
     MIN_RETRY_AFTER_MS,

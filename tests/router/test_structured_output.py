@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from kvferry_rpc.common_pb2 import Grammar
-from router.generation_plan import ModelLimits, plan_chat, plan_completion
 from router.http.json_body import decode
 from router.http.openai_requests import ChatBody, CompletionBody
+from router.plans.generation_plan import ModelLimits, plan_chat, plan_completion
 from runtime.errors import ErrorCode, KvferryError
 
 LIMITS = ModelLimits("m", vocab_size=100, max_context_tokens=64)

@@ -9,7 +9,7 @@ import pytest
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.public_pb2 import GenerateRequest
 from router.generation import TokenBatch, TokenEnd
-from router.traces import Traces, request_spans, untraced
+from router.observation.traces import Traces, request_spans, untraced
 from runtime.telemetry import JsonFormatter
 from runtime.tracing import Span, TraceContext, inner_context
 from tests.support.fake_workers import error
@@ -143,7 +143,7 @@ async def test_without_a_trace_workers_are_told_nothing_and_no_span_is_made() ->
 async def test_a_call_over_grpc_goes_on_in_its_callers_trace_and_leaves_a_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", "router.access_log")
+    caplog.set_level("INFO", "router.observation.access_log")
     traces = Traces(lambda: "ab" * 16)
     async with at_door(Door(says("An answer."), begin_trace=traces.begin), log_calls=True) as client:
         call = client.stub.Generate(GenerateRequest(model=MODEL, text="x"), metadata=(("traceparent", HEADER),))

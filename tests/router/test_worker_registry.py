@@ -7,7 +7,7 @@ import pytest
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import KVEvents, LoadReport, Role
 from router.policy import Health
-from router.worker_registry import ModelLimits, WorkerRegistry
+from router.workers.worker_registry import ModelLimits, WorkerRegistry
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from tests.support.fake_workers import layout, registration

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvferry_rpc.internal_pb2 import KVEvent
-from router.prefix_index import Applied, PrefixIndex
+from router.workers.prefix_index import Applied, PrefixIndex
 from tests.support.registry_parts import block, removed, stored
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import LoadReport
-from router.worker_registry import WorkerRegistry
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from tests.support.registry_parts import Listener, attach

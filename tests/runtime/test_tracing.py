@@ -75,7 +75,8 @@ def test_a_part_lies_within_its_whole_and_is_left_out_when_it_did_not_happen() -
 
 def test_without_a_flag_there_is_no_tracer_and_nothing_of_opentelemetry_is_imported() -> None:
     assert open_tracer(TracingOptions(), "decode-0", ManualClock()) is None
-    code = "import sys, router.traces, runtime.worker_host; sys.exit(any('opentelemetry' in m for m in sys.modules))"
+    imports = "import sys, router.observation.traces, runtime.worker_host"
+    code = f"{imports}; sys.exit(any('opentelemetry' in module for module in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-from router.admission import Admission, AdmissionLimits, Entry, Seat
-from router.kv_ledger import Expectation
+from router.admission.admission import Admission, AdmissionLimits, Entry, Seat
+from router.admission.kv_ledger import Expectation
 from runtime.clock import ManualClock
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry_rpc import public_pb2, public_pb2_grpc
 from kvferry_rpc.common_pb2 import Error
-from router.grpc_server import SERVICE_NAME, PublicService
+from router.grpc.server import SERVICE_NAME, PublicService
 from runtime.errors import ERROR_METADATA_KEY
 from runtime.grpc_life import GrpcServer, channel
 from tests.support.http_door import MODEL, Door

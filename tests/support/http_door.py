@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from router.generation_plan import ModelLimits
 from router.http.server import HttpFrontDoor, build_app
 from router.http.services import Services
+from router.plans.generation_plan import ModelLimits
 from router.text.tokenizer import AsyncTokenizer, Tokenizer
 from runtime.clock import ManualClock
 from tests.support.scripted_source import Finish, Script, ScriptedSource

@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from kvferry_rpc.common_pb2 import SamplingParams
 from kvferry_rpc.internal_pb2 import KVEvent, LoadReport
-from router.dispatch_limits import DispatchLimits
-from router.dispatcher import Dispatcher
+from router.dispatch.dispatch_limits import DispatchLimits
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.receipts import ReceiptStore
+from router.dispatch.worker_links import WorkerLinks
 from router.generation import GenerationRequest, TokenBatch, TokenEnd
-from router.metrics import RouterMetrics
-from router.receipts import ReceiptStore
-from router.worker_links import WorkerLinks
-from router.worker_registry import AttachedWorker, WorkerRegistry
+from router.observation.metrics import RouterMetrics
+from router.workers.worker_registry import AttachedWorker, WorkerRegistry
 from runtime.clock import SystemClock
 from runtime.errors import KvferryError
 from runtime.grpc_life import channel

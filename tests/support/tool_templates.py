@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 
-from router.generation_plan import ModelLimits
+from router.plans.generation_plan import ModelLimits
 from router.text.chat_format import ChatFormat, chat_format
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import AsyncTokenizer, Tokenizer

@@ -9,10 +9,10 @@ from kvferry_rpc.common_pb2 import SamplingParams
 from kvferry_rpc.internal_pb2 import Role
 from router.generation import GenerationRequest
 from router.http.protocol import HttpServer
-from router.live_page import LivePage
-from router.live_requests import LiveRequests
+from router.observation.live_page import LivePage
+from router.observation.live_requests import LiveRequests
 from router.tenants import TenantDirectory
-from router.worker_registry import WorkerRegistry
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import SystemClock
 from tests.support.http_door import MODEL, Door
 from tests.support.registry_parts import attach

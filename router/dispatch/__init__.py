@@ -1,0 +1,1 @@
+"""One request over the cluster: its attempts, what its two workers say, failures, the receipt."""

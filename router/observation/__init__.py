@@ -1,0 +1,1 @@
+"""What the router shows of itself: metrics, traces, the access log, requests under way, the live page."""

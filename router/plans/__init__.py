@@ -1,0 +1,1 @@
+"""From the fields of a request, whichever door it came by, to what the cluster is asked to generate."""
