@@ -17,7 +17,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 # From this many rows on, a product is one of gemm.c, which turns x first; with fewer that costs more than it gains.
 # Sums are formed in another order there: below, and from there on, a row is the same to the bit whatever it is computed
 # with and by how many threads.
-_MANY_ROWS = 32
+_MANY_ROWS = 48
 _MOST_TURNED_ROWS = 288  # `MOST_TOKENS` of gemm.c
 _ROWS_STEP = 16
 _PAGE_BYTES = 1 << 21  # of a huge page
