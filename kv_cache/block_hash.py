@@ -8,6 +8,7 @@ another tenant's blocks. All functions are pure; any thread may call.
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -27,6 +28,7 @@ _ROOT_PERSON = b"kvferry-root"
 _BLOCK_PERSON = b"kvferry-block"
 
 
+@lru_cache(maxsize=256)  # Asked for with every request, for a few salts.
 def root_hash(model_id: str, model_revision: str, block_size: int, dtype: str, salt: bytes) -> BlockHash:
     """The parent of every first block of this model, block size (tokens), dtype name and tenant salt."""
     digest = blake2b(digest_size=HASH_BYTES, person=_ROOT_PERSON)

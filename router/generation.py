@@ -1,14 +1,20 @@
 """The seam between the APIs and the cluster: what is asked for, and what comes back as text.
 
-Both front doors (HTTP and gRPC) build a `GenerationRequest` and read `TextChunk`s and one `TextEnd`;
+Both front doors (HTTP and gRPC) build a `GenerationRequest`, take `TextChunk`s and get one `TextEnd`;
 the dispatcher below knows only tokens. So both APIs give the same text for the same tokens.
+
+What comes back is pushed: a step of the engine goes through all layers up to the client's connection in one call, and
+no task is woken for it. A task wakes for what may have to wait: the beginning, a reader that is slow, the end.
 """
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, PromptTokenLogprob, SamplingParams, TokenOutput
+
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,8 @@ class GenerationRequest:
     prompt_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
+# Made for every token, as the other structs are: a frozen dataclass takes five times as long.
+class TokenBatch(Struct, frozen=True, gc=False):
     """Tokens that one engine step produced for a request, consecutive by index and never repeated.
 
     `prompt_logprobs`: with the first batch, if `sampling.prompt_logprobs` asks for them: all positions of the prompt
@@ -52,7 +58,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenEnd:
-    """The last item of a token stream: why it ended and what it cost. `cached_tokens` counts prompt tokens
+    """What a token stream ends with: why it ended and what it cost. `cached_tokens` counts prompt tokens
     that no worker had to compute for this request."""
 
     reason: "FinishReason.ValueType"
@@ -62,28 +68,38 @@ class TokenEnd:
     receipt: KVReceipt
 
 
-class EnoughTokens(Exception):
-    """Thrown into a token stream (with `athrow`) by a reader that has what it wanted, such as a stop string.
+class Sink(Protocol[T_contra]):
+    """Where a stream goes, item by item. Both methods are for its one source, on the event-loop thread."""
 
-    That is not the same as going away: the request is cancelled on its workers but counts as served, and the stream's
-    next and last item is its TokenEnd, once the receipt is as whole as it can be, in a second at most.
-    """
+    def push(self, item: T_contra) -> bool:
+        """Take the next item, in microseconds. False: the source awaits `wants_more` before it pushes another one.
+
+        It may be called from any task. What it raises ends the stream, as if its reader had gone away.
+        """
+        ...
+
+    async def wants_more(self) -> bool:
+        """Wait until there is room for the next item; false: the reader has what it wanted, such as a stop string.
+
+        Awaited in the task that awaits the source, after a `push` that returned False. Raises as `push` does.
+        """
+        ...
 
 
 class TokenSource(Protocol):
     """Runs a request on the cluster. The dispatcher is the real one; tests script their own."""
 
-    def tokens(self, request: GenerationRequest) -> AsyncIterator[TokenBatch | TokenEnd]:
-        """Yield batches, then exactly one TokenEnd. Raises KvferryError when the request cannot be finished.
+    async def run(self, request: GenerationRequest, sink: Sink[TokenBatch]) -> TokenEnd:
+        """Push batches to `sink` until the answer has ended, or the sink wants no more: then the request is cancelled
+        on its workers but counts as served, and the end comes when its receipt is as whole as it can be, in a second
+        at most. Raises KvferryError when the request cannot be finished, and what the sink raised.
 
-        Closing the iterator early cancels the request on every worker. A reader that has what it wanted throws
-        EnoughTokens into it instead, and gets the TokenEnd: the request counts as served. Event-loop task only.
+        Cancelling the task that awaits this cancels the request on every worker. Event-loop task only.
         """
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TextChunk:
+class TextChunk(Struct, frozen=True, gc=False):
     """Text that has become final, and the tokens received with it. Text may lag behind the tokens (a character
     split over tokens, a possible start of a stop string), never run ahead of them. `prompt_logprobs`: those of a
     TokenBatch, before any text."""
@@ -95,7 +111,7 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class TextEnd:
-    """The last item of a text stream. `reason` is STOP when a stop string cut the answer, which `stop_string` then
+    """What a text stream ends with. `reason` is STOP when a stop string cut the answer, which `stop_string` then
     names. When a stop string ended it early, `completion_tokens` counts the tokens received by then, and `receipt` what
     was known then."""
 

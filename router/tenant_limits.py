@@ -6,12 +6,10 @@ comes after it waits for so much longer.
 """
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
-from typing import cast
+from collections.abc import Callable
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd, TokenSource
+from router.generation import GenerationRequest, Sink, TokenBatch, TokenEnd, TokenSource
 from router.tenants import Tenant, TenantDirectory
 from runtime.clock import Clock
 from runtime.errors import KvferryError
@@ -146,40 +144,45 @@ class MeteredSource:
         self._refused = refused
         self.limiter = TenantLimiter()
 
-    def tokens(self, request: GenerationRequest) -> AsyncIterator[TokenBatch | TokenEnd]:
-        """See `TokenSource.tokens`. Raises KvferryError (OVERLOADED) for a tenant at its limit as well."""
+    async def run(self, request: GenerationRequest, sink: Sink[TokenBatch]) -> TokenEnd:
+        """See `TokenSource.run`. Raises KvferryError (OVERLOADED) for a tenant at its limit as well."""
         tenant = self._tenants.find(request.tenant)
         if tenant is None or not tenant.is_limited:
             # A tenant that left the file a moment ago was let in by then.
-            return self._source.tokens(request)
-        return self._metered(tenant, request)
-
-    async def _metered(self, tenant: Tenant, request: GenerationRequest) -> AsyncGenerator[TokenBatch | TokenEnd, None]:
+            return await self._source.run(request, sink)
         prompt_tokens = len(request.prompt_token_ids)
         try:
             hold = self.limiter.begin(tenant, prompt_tokens, request.sampling.max_tokens, self._clock.now())
         except KvferryError as error:
             self._refused(error)
             raise
-        used = prompt_tokens
-        tokens = cast(AsyncGenerator[TokenBatch | TokenEnd, None], self._source.tokens(request))
+        counted = _Counted(sink, hold)
         try:
-            async with aclosing(tokens):
-                async for item in tokens:
-                    if isinstance(item, TokenBatch):
-                        hold.answers()
-                        used += len(item.tokens)
-                    try:
-                        yield item
-                    except EnoughTokens as enough:
-                        yield await tokens.athrow(enough)
+            return await self._source.run(request, counted)
         except KvferryError as error:
             # What failed before it gave anything costs nothing; a client that leaves pays for its prompt.
-            if used == prompt_tokens and error.code not in _CHARGED:
-                used = 0
+            if not counted.num_tokens and error.code not in _CHARGED:
+                prompt_tokens = 0
             raise
         finally:
-            hold.end(used, self._clock.now())
+            hold.end(prompt_tokens + counted.num_tokens, self._clock.now())
+
+
+class _Counted:
+    """A sink that counts what goes through it to another one."""
+
+    def __init__(self, sink: Sink[TokenBatch], hold: Hold) -> None:
+        self.num_tokens = 0
+        self._hold = hold
+        self._sink = sink
+
+    def push(self, batch: TokenBatch) -> bool:
+        self._hold.answers()
+        self.num_tokens += len(batch.tokens)
+        return self._sink.push(batch)
+
+    async def wants_more(self) -> bool:
+        return await self._sink.wants_more()
 
 
 class _Use:

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Any
 
 _REPLACEMENT = "�"
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -90,14 +91,14 @@ class PieceDecoder:
         self._table = pieces.visible if skip_special_tokens else pieces.pieces
         self._byte_tokens = pieces.byte_tokens
         self._is_byte_level = pieces.kind is DecoderKind.BYTE_LEVEL
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _UTF8("replace")
         self._run = bytearray()
         self._leading_spaces = pieces.num_leading_spaces
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens make final."""
         if self._is_byte_level:
-            return self._utf8.decode(b"".join(self._piece(token_id) or b"" for token_id in token_ids))
+            return self._utf8.decode(b"".join([self._piece(token_id) or b"" for token_id in token_ids]))
         parts: list[str] = []
         for token_id in token_ids:
             piece = self._piece(token_id)

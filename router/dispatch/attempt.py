@@ -21,6 +21,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from types import TracebackType
 from typing import Self
 
@@ -37,10 +38,23 @@ from router.observation.live_requests import Progress
 from router.policy import Plan
 from runtime.clock import Clock
 from runtime.errors import KvferryError
+from runtime.telemetry import describe_defect
 
 # How long a finished answer, or the first token of a strict one, waits for what is missing of its receipt.
 RECEIPT_WAIT_S = 1.0
 _log = logging.getLogger(__name__)
+
+
+Give = Callable[[tuple[TokenOutput, ...]], bool]
+"""Takes the next tokens of an answer, at least one. False: it has no room for more. Waits for nothing, never raises."""
+
+
+class Halt(Enum):
+    """Why tokens flow no more."""
+
+    FULL = "full"  # There is no room for them.
+    STANDS_STILL = "stands still"  # All are out that there are before the worker is told to `resume`.
+    DONE = "done"
 
 
 class AttemptFailed(Exception):
@@ -53,7 +67,7 @@ class AttemptFailed(Exception):
 
 
 class Attempt:
-    """Use as `async with attempt:`, call `next_batch` until it is None, then `finish`. Event-loop task only."""
+    """Use as `async with attempt:`, call `flow` until it is DONE, then `finish`. Event-loop task only."""
 
     def __init__(
         self,
@@ -75,14 +89,15 @@ class Attempt:
         self._session = session
         self._send = send
         self._clock = clock
-        self._on_taken = on_taken
+        self._on_taken: Callable[[], None] | None = on_taken
         self._rules = rules
         self._inbox = Inbox(work.num_output_tokens, clock, work.first_token_id, work.num_prompt_logprobs)
         self._proven = not rules.strict
         self._send_task: asyncio.Task[None] | None = None
         self._admitted = False
         self._was_taken = False
-        self._asked_to_pause = False
+        self._give: Give | None = None  # While tokens flow.
+        self._is_full = False  # It said so behind the back of the task that awaits `flow`.
         self._planned_at = clock.now()
         self._placed_at: float | None = None
         self._first_token_at: float | None = None
@@ -97,6 +112,8 @@ class Attempt:
     ) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
+        # It leads to whoever runs this, and that one here: together they would wait for the collector.
+        self._on_taken = None
         # Telling the workers waits for nothing, so no second cancellation can come between.
         if self._session is not None and self._admitted:
             self._session.cancel(self._work.request.request_id, self._work.attempt)
@@ -120,43 +137,69 @@ class Attempt:
         """Where it runs."""
         return self._placement.plan
 
-    async def next_batch(self) -> tuple[TokenOutput, ...] | None:
-        """The next tokens, at least one, merged when the caller is slow. None when decode is done, empty when all
-        tokens were given out that there are before the worker, which stands still, is told to `resume`.
+    async def flow(self, give: Give) -> Halt:
+        """Give out tokens through `give` as they come, merged where it had no room for a while, and return why they
+        stop.
+
+        Up to the first ones this task does it; what comes behind them goes through in the call that brought it.
 
         Raises AttemptFailed; KvferryError for the deadline and for what strict hand-off refuses (StrictRefusal).
         """
         if not self._admitted:
             await self._admit()
+        inbox, self._give = self._inbox, give
+        try:
+            while (halt := self._advance()) is None:
+                if self._proven and self._first_token_at is not None:
+                    inbox.on_tokens = self._on_tokens
+                await self._wait()
+        finally:
+            inbox.on_tokens = self._give = None
+        return halt
+
+    def _advance(self) -> Halt | None:
+        """Act on what was heard. None: more has to be heard first. Raises as `flow`."""
         inbox = self._inbox
-        while True:
-            if not self._was_taken and (inbox.ticket is not None or inbox.decode_started):
-                self._was_taken = True
-                self._on_taken()
-            if inbox.ticket is not None and self._send_task is None:
-                self._start_sending(inbox.ticket)
-            proven = self._is_proven()
-            if proven and (batch := inbox.take_tokens()):
-                if self._first_token_at is None:
-                    self._first_token_at = self._clock.now()
-                    self._placement.prompt_computed()
-                return batch
-            if inbox.decode_failure is not None:
-                raise AttemptFailed(inbox.decode_failure, Side.DECODE)
-            if inbox.handed_over is not None:
-                message = f"decode worker {self.plan.decode_worker} has handed the answer over to one that was lost"
-                raise AttemptFailed(KvferryError(ErrorCode.UNAVAILABLE, message), Side.DECODE)
-            if inbox.lacks_prompt_logprobs:
-                self._check_prompt_logprobs()
-            elif proven and inbox.decode_done is not None:
-                if inbox.has_gap:
-                    raise AttemptFailed(KvferryError(ErrorCode.INTERNAL, "a token is missing"), Side.DECODE)
-                return None
-            if inbox.prefill_failure is not None and not inbox.decode_started:
-                raise AttemptFailed(inbox.prefill_failure, Side.PREFILL)
-            if inbox.is_paused:
-                return ()
-            await self._wait()
+        if self._on_taken is not None and (inbox.ticket is not None or inbox.decode_started):
+            on_taken, self._on_taken, self._was_taken = self._on_taken, None, True
+            on_taken()
+        if inbox.ticket is not None and self._send_task is None:
+            self._start_sending(inbox.ticket)
+        proven = self._is_proven()
+        if self._is_full or (proven and not self._give_out()):
+            self._is_full = False
+            return Halt.FULL
+        if inbox.decode_failure is not None:
+            raise AttemptFailed(inbox.decode_failure, Side.DECODE)
+        if inbox.handed_over is not None:
+            message = f"decode worker {self.plan.decode_worker} has handed the answer over to one that was lost"
+            raise AttemptFailed(KvferryError(ErrorCode.UNAVAILABLE, message), Side.DECODE)
+        if inbox.lacks_prompt_logprobs:
+            self._check_prompt_logprobs()
+        elif proven and inbox.decode_done is not None:
+            if inbox.has_gap:
+                raise AttemptFailed(KvferryError(ErrorCode.INTERNAL, "a token is missing"), Side.DECODE)
+            return Halt.DONE
+        if inbox.prefill_failure is not None and not inbox.decode_started:
+            raise AttemptFailed(inbox.prefill_failure, Side.PREFILL)
+        return Halt.STANDS_STILL if inbox.is_paused else None
+
+    def _give_out(self) -> bool:
+        """Give out what is there. False: there is no room for more."""
+        give = self._give
+        if give is None or not (batch := self._inbox.take_tokens()):
+            return True
+        if self._first_token_at is None:
+            self._first_token_at = self._clock.now()
+            self._placement.prompt_computed()
+        return give(batch)
+
+    def _on_tokens(self) -> None:
+        """The decode worker has sent tokens: this is the session's task."""
+        if not self._give_out():
+            self._is_full = True
+            self._inbox.on_tokens = None
+            self._inbox.wake()
 
     def take_prompt_logprobs(self) -> tuple[PromptTokenLogprob, ...]:
         """Those of the whole prompt, if the request wants them; once, with the first batch."""
@@ -193,7 +236,7 @@ class Attempt:
         return self._inbox.refusal_to_pause is not None
 
     def resume(self) -> None:
-        """Let the sequence go on where it is; if it has left already, `next_batch` says so."""
+        """Let the sequence go on where it is; if it has left already, `flow` says so."""
         assert self._session is not None, "it runs there"
         self._inbox.is_paused = False
         self._session.resume(self._work.request.request_id, self._work.attempt)
@@ -221,7 +264,7 @@ class Attempt:
                     while self._inbox.lacks_a_half:
                         await self._inbox.wait()
         if self._inbox.prefill_failure is not None:
-            _log.warning("no prefill half of the receipt: %s", self._inbox.prefill_failure.message)
+            _log.warning("no prefill half of the receipt: %s", self._inbox.prefill_failure.log_text)
         return self.record()
 
     def record(self) -> AttemptRecord:
@@ -274,8 +317,10 @@ class Attempt:
             deadline_ms=work.remaining_ms(self._clock.now()),
             traceparent=work.traceparent,
         )
+        # A timer only where there is a wait.
+        time_s = None if self._session.is_settled else self._remaining_s()
         try:
-            async with asyncio.timeout(self._remaining_s()):
+            async with asyncio.timeout(time_s):
                 await self._session.admit(admit, self._inbox)
         except TimeoutError:
             raise deadline_exceeded() from None
@@ -296,8 +341,9 @@ class Attempt:
     def _sending_ended(self, task: asyncio.Task[None]) -> None:
         """A defect there must not leave the attempt waiting for news that nobody sends."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("the call for the KV ended in %r", error)
-            self._inbox.put_prefill_failure(KvferryError(ErrorCode.UNAVAILABLE, f"the call for the KV failed: {error}"))
+            _log.error("the call for the KV ended in an unexpected %s", describe_defect(error))
+            kind = type(error).__name__
+            self._inbox.put_prefill_failure(KvferryError(ErrorCode.UNAVAILABLE, f"the call for the KV failed: {kind}"))
 
     def _is_proven(self) -> bool:
         """Whether tokens may be given out. Raises StrictRefusal."""

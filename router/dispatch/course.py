@@ -18,7 +18,7 @@ from typing import Protocol, Self
 
 from kvferry_rpc.common_pb2 import PromptTokenLogprob, TokenOutput
 from kvferry_rpc.internal_pb2 import DecodeDone
-from router.dispatch.attempt import Attempt, AttemptFailed
+from router.dispatch.attempt import Attempt, AttemptFailed, Give, Halt
 from router.dispatch.receipts import AttemptRecord, Move
 from router.observation.live_requests import Progress
 from router.policy import Plan
@@ -53,12 +53,13 @@ class Successor(Protocol):
 
 
 class Course:
-    """Used as its attempt would be: `async with`, `next_batch` until None, `finish`. Event-loop task only."""
+    """Used as its attempt would be: `async with`, `flow` until DONE, `finish`. Event-loop task only."""
 
     def __init__(self, attempt: Attempt, moves: Moves, successor: Successor) -> None:
         self._current = attempt
         self._moves = moves
         self._successor = successor
+        self._give: Give | None = None
         self._left: list[tuple[Attempt, Move]] = []
         self._is_moving = False
         self._try_at = 0.0
@@ -72,6 +73,8 @@ class Course:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop_moving()
+        # They lead to whoever runs this, and that one here: together they would wait for the collector.
+        self._give, self._successor = None, _nowhere
         try:
             await self._current.__aexit__(exc_type, exc, traceback)
         finally:
@@ -93,16 +96,16 @@ class Course:
         """Whether any token was given out on this course."""
         return self._num_tokens > 0
 
-    async def next_batch(self) -> tuple[TokenOutput, ...] | None:
-        """The next tokens, at least one; None when decode is done. Raises as `Attempt.next_batch`."""
-        while True:
+    async def flow(self, give: Give) -> Halt:
+        """Give out tokens as `Attempt.flow` does, whichever worker has the answer: FULL, or DONE. Raises as that."""
+        self._give = give
+        halt: Halt | None = None
+        while halt is None:
             self._look_for_a_move()
-            batch = await self._current.next_batch()
-            if batch == ():
-                batch = await self._move()
-            if batch is None or batch:
-                self._num_tokens += len(batch or ())
-                return batch
+            halt = await self._current.flow(self._hand_on)
+            if halt is Halt.STANDS_STILL:
+                halt = await self._move()
+        return halt
 
     def take_prompt_logprobs(self) -> tuple[PromptTokenLogprob, ...]:
         """As `Attempt.take_prompt_logprobs`: an answer moves only after its first batch."""
@@ -122,6 +125,15 @@ class Course:
 
     # ---- inside ----
 
+    def _hand_on(self, batch: tuple[TokenOutput, ...]) -> bool:
+        self._num_tokens += len(batch)
+        assert self._give is not None, "tokens flow"
+        has_room = self._give(batch)
+        if has_room:
+            # Not for a reader that is slow: an answer would stand still for it, in the place of others.
+            self._look_for_a_move()
+        return has_room
+
     def _look_for_a_move(self) -> None:
         """Ask the worker to pause, if the answer should leave it and may."""
         moves, current = self._moves, self._current
@@ -136,23 +148,29 @@ class Course:
             moves.under_way += 1
             current.pause()
 
-    async def _move(self) -> tuple[TokenOutput, ...] | None:
-        """Go on elsewhere, or here. The first tokens from there; empty when it stays. Raises as `next_batch`."""
+    async def _move(self) -> Halt | None:
+        """Go on elsewhere, or here: the first tokens from there are handed on. None: `flow` again. Raises as `flow`."""
         leaving, paused_at = self._current, self._moves.now()
         successor = self._successor(leaving)
         if successor is None:
             leaving.resume()
             self._stay()
-            return ()
+            return None
+        first: list[tuple[TokenOutput, ...]] = []
+
+        def keep(batch: tuple[TokenOutput, ...]) -> bool:
+            first.append(batch)
+            return False
+
         try:
             async with asyncio.timeout(PATIENCE_S):
-                batch = await successor.next_batch()
+                halt = await successor.flow(keep)
         except (AttemptFailed, TimeoutError):
             await successor.__aexit__(None, None, None)
-            # Without effect on one that has left, whose end `next_batch` finds out then.
+            # Without effect on one that has left, whose end `flow` finds out then.
             leaving.resume()
             self._stay("failed")
-            return ()
+            return None
         except BaseException as error:
             await successor.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -161,7 +179,9 @@ class Course:
         self._current = successor
         self._stop_moving()
         self._moves.count("moved")
-        return batch
+        if halt is Halt.FULL:  # Of the first batch.
+            return None if self._hand_on(first[0]) else Halt.FULL
+        return halt if halt is Halt.DONE else None
 
     def _stay(self, outcome: str = "stayed") -> None:
         self._stop_moving()
@@ -189,6 +209,10 @@ class Course:
             ended_ms=last.ended_ms,
             moves=tuple(moves),
         )
+
+
+def _nowhere(leaving: Attempt) -> Attempt | None:
+    return None
 
 
 def _joined(first: AttemptRecord, last: AttemptRecord) -> DecodeDone | None:

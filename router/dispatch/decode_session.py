@@ -4,10 +4,11 @@ Life of a session:
 1. Connect, open the stream, send Hello with the incarnation that is attached. A worker of another life refuses it.
 2. Commands go out in order; each event goes to the inbox of its (request, attempt), unknown ones to
    nobody. Events are given out at once, but for a router that is busy: what comes while it still works on the last ones
-   waits as long again (`pacer.py`), so that more tokens share the work that each delivery makes.
+   waits a while (`pacer.py`), so that more tokens share the work that each delivery makes.
 3. The stream breaks: every request on it fails with UNAVAILABLE, and the session connects again after a jittered
    wait, for as long as the worker is attached. Admit says UNAVAILABLE meanwhile.
-4. The worker detaches: the session is closed and its requests fail likewise.
+4. The worker detaches: what it said before may still be on its way on this stream, so that is read to its end, which
+   is at most a moment off; then the session is closed, and the requests that have no end fail likewise.
 """
 
 import asyncio
@@ -37,12 +38,19 @@ from kvferry_rpc.internal_pb2 import (
 from kvferry_rpc.internal_pb2_grpc import DecodeWorkerStub
 from router.dispatch.inbox import Inbox
 from router.dispatch.pacer import Pacer
+from runtime.clock import SystemClock
 from runtime.errors import KvferryError
+from runtime.protocol_version import CONTROL_VERSION
+from runtime.telemetry import describe_defect
 
 CONNECT_TIMEOUT_S = 5.0
+LAST_WORDS_S = 0.5
+"""How long a worker that has detached may still be heard: its stream ends with its process."""
 MAX_OUTBOUND_ADMITS = 1024
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
+
+_DETACHED = "it is no longer attached"
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +99,7 @@ class DecodeSession:
         self._has_outbound = asyncio.Event()
         self._was_heard = False  # In this life of the stream.
         self._arrived: list[DecodeEvent] = []  # And not given out yet.
-        self._pacer = Pacer(self._give_out)
+        self._pacer = Pacer(self._give_out, SystemClock())
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -102,6 +110,11 @@ class DecodeSession:
     def is_open(self) -> bool:
         """Whether the stream is up, as far as this side knows."""
         return self._state is _State.OPEN
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the first connection has succeeded or failed."""
+        return self._settled.is_set()
 
     @property
     def requests_in_flight(self) -> int:
@@ -115,8 +128,8 @@ class DecodeSession:
     async def admit(self, admit: Admit, inbox: Inbox) -> None:
         """Send a request; its events go to `inbox` until a terminal one, `cancel`, or the end of the stream.
 
-        Waits only while the very first connection is being made. Raises KvferryError: UNAVAILABLE without a stream,
-        OVERLOADED when too many admissions are unsent.
+        Waits only while the very first connection is being made (not `is_settled`). Raises KvferryError: UNAVAILABLE
+        without a stream, OVERLOADED when too many admissions are unsent.
         """
         await self._settled.wait()
         if self._state is not _State.OPEN:
@@ -154,21 +167,26 @@ class DecodeSession:
         """Have a sequence that stands still sent to another worker."""
         self._tell((hand_over.request_id, hand_over.attempt), DecodeCommand(hand_over=hand_over))
 
-    def abandon(self) -> None:
-        """The worker is gone: fail what runs on it, now, and begin to close. `close` must still be awaited."""
-        self._state = _State.CLOSED
-        self._settled.set()
-        self._fail_all("it is no longer attached")
-        if self._task is not None:
-            self._task.cancel()
+    async def leave(self) -> None:
+        """The worker has detached: take what it said before that, then close. Nothing is admitted from the call on."""
+        self._refuse()
+        if self._requests and self._task is not None:
+            await asyncio.wait((self._task,), timeout=LAST_WORDS_S)
+        await self.close()
 
     async def close(self) -> None:
         """Close the stream and fail what runs on it. Idempotent."""
-        self.abandon()
+        self._refuse()
+        self._fail_all(_DETACHED)
         if self._task is not None:
+            self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     # ---- inside ----
+
+    def _refuse(self) -> None:
+        self._state = _State.CLOSED
+        self._settled.set()
 
     async def _run(self) -> None:
         failures = 0
@@ -179,8 +197,11 @@ class DecodeSession:
             except _BROKEN as error:
                 reason = _describe(error)
             except Exception as error:
-                _log.exception("session with decode worker %s failed", self.worker_id)
-                reason = f"defect: {error}"
+                _log.error("session with decode worker %s met an unexpected %s", self.worker_id, describe_defect(error))
+                reason = f"defect: {type(error).__name__}"
+            if self._state is _State.CLOSED:
+                self._fail_all(_DETACHED)
+                return
             # A worker that accepts and hangs up at once must not be dialled without pause.
             failures = 1 if self._was_heard else failures + 1
             self._state = _State.BROKEN
@@ -203,13 +224,21 @@ class DecodeSession:
             call: _Call = DecodeWorkerStub(channel).Session()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    hello = Hello(router_id=self._router_id, incarnation=self._register.incarnation)
-                    await call.write(DecodeCommand(hello=hello))
-                self._state = _State.OPEN
+                    await call.write(DecodeCommand(hello=self._hello()))
+                if self._state is not _State.CLOSED:
+                    self._state = _State.OPEN
                 self._settled.set()
                 await self._exchange(call)
             finally:
                 call.cancel()
+
+    def _hello(self) -> Hello:
+        return Hello(
+            router_id=self._router_id,
+            incarnation=self._register.incarnation,
+            protocol_version=CONTROL_VERSION.major,
+            protocol_minor=CONTROL_VERSION.minor,
+        )
 
     async def _exchange(self, call: _Call) -> None:
         reader = asyncio.create_task(self._read(call))
@@ -241,7 +270,11 @@ class DecodeSession:
                 continue  # Cancelled or ended here; the worker did not know yet when it spoke.
             if event.WhichOneof("kind") in ("done", "failed", "handed_over"):
                 del self._requests[key]
-            request.inbox.put_decode(event)
+            try:
+                request.inbox.put_decode(event)
+            except Exception as error:  # Tokens go on from there to the client: a defect may not cost the others.
+                _log.error("request %s met an unexpected %s", event.request_id, describe_defect(error))
+                request.inbox.put_decode_failure(KvferryError(ErrorCode.INTERNAL, f"defect: {type(error).__name__}"))
 
     async def _write(self, call: _Call) -> None:
         while True:

@@ -18,14 +18,14 @@ Failure exits:
 * any other failure of a worker (bad request, defect): the caller's at once.
 * strict hand-off refuses what it cannot prove: the caller's at once.
 * the deadline: DEADLINE_EXCEEDED, from whatever state, and both workers are told.
-* the caller goes away (iterator closed, task cancelled): both workers are told; the queues are left at once.
+* the caller goes away (task cancelled, or its sink failed): both workers are told; the queues are left at once.
 """
 
 import asyncio
 import functools
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -35,17 +35,18 @@ from kvferry_rpc.internal_pb2 import Register
 from router.admission.admission import Seat
 from router.admission.placing import Placing
 from router.dispatch import receipts
-from router.dispatch.attempt import Attempt, AttemptFailed
+from router.dispatch.attempt import Attempt, AttemptFailed, Halt
 from router.dispatch.course import Course, Moves
 from router.dispatch.dispatch_limits import DispatchLimits
 from router.dispatch.placement import Placement, Side
 from router.dispatch.prefill_call import PrefillCall
 from router.dispatch.proof import Clause, HandoffRules, StrictRefusal, check_whole
+from router.dispatch.reader import Reader, ReaderLeft
 from router.dispatch.receipts import AttemptRecord, ReceiptStore
 from router.dispatch.retry import MAX_ATTEMPTS, MAX_FAILURES, RetryBudget, backoff_s, is_retriable
 from router.dispatch.work import Work, wants_prompt_logprobs, without_prompt_logprobs
 from router.dispatch.worker_links import WorkerLinks
-from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd
+from router.generation import GenerationRequest, Sink, TokenBatch, TokenEnd
 from router.observation.latency_metrics import RequestMeter
 from router.observation.live_requests import LiveRequest, LiveRequests
 from router.observation.metrics import RouterMetrics
@@ -63,6 +64,7 @@ class _Run:
 
     request: GenerationRequest
     arrived_at: float
+    reader: Reader
     meter: RequestMeter
     live: LiveRequest
     output: list[int]  # Token ids given out so far.
@@ -125,19 +127,26 @@ class Dispatcher:
         """Return when no request is in flight. The caller sets the deadline."""
         await self._admission.wait_idle()
 
-    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenBatch | TokenEnd, None]:
-        """Yield batches, then exactly one TokenEnd. Raises KvferryError when the request cannot be finished.
+    async def run(self, request: GenerationRequest, sink: Sink[TokenBatch]) -> TokenEnd:
+        """See `TokenSource.run`."""
+        try:
+            return await self._run(request, sink)
+        except ReaderLeft as left:
+            error = left.error
+        try:
+            raise error
+        finally:
+            # Its traceback has this frame: together they would hold the prompt until the collector comes.
+            del error
 
-        Closing the iterator, or cancelling the task that reads it, cancels the request on every worker. A reader that
-        has what it wanted throws EnoughTokens instead, and gets the TokenEnd.
-        """
+    async def _run(self, request: GenerationRequest, sink: Sink[TokenBatch]) -> TokenEnd:
         end: TokenEnd | None = None
         output: list[int] = []
         with (
             self._metrics.request(self._placing.slo_class(request.slo), request.tenant) as meter,
             self.live.request(request, arrived_at := self._clock.now(), output) as live,
         ):
-            run = _Run(request, arrived_at, meter, live, output)
+            run = _Run(request, arrived_at, Reader(sink), meter, live, output)
             self._budget.deposit()
             async with self._place(run) as seat:
                 while end is None:
@@ -145,19 +154,11 @@ class Dispatcher:
                     live.begun(course)
                     try:
                         async with course:
-                            reason = None
-                            try:
-                                while (batch := await course.next_batch()) is not None:
-                                    self._note(run, batch)
-                                    self._placing.generated(seat, len(batch))
-                                    yield TokenBatch(batch, _prompt_logprobs(run, course))
-                            except EnoughTokens:
-                                reason = FinishReason.STOP
+                            reason = await self._give_out(run, seat, course)
                             end = self._end(run, await course.finish(), reason)
                     except AttemptFailed as failure:
                         end = await self._after_failure(run, course, failure)
-        # Behind the block: whoever has the end may close the iterator, and that is no cancellation.
-        yield end
+        return end
 
     # ---- RegistryListener ----
 
@@ -231,11 +232,24 @@ class Dispatcher:
     def _unavailable(self, message: str) -> KvferryError:
         return KvferryError(ErrorCode.UNAVAILABLE, message, retry_after_ms=self._admission.retry_after_ms())
 
-    # ---- ends ----
+    # ---- tokens ----
 
-    def _note(self, run: _Run, batch: tuple[TokenOutput, ...]) -> None:
-        run.output.extend(token.token_id for token in batch)
-        run.meter.tokens(len(batch))
+    async def _give_out(self, run: _Run, seat: Seat, course: Course) -> "FinishReason.ValueType | None":
+        """Push tokens to the reader while they come. STOP if it wants no more of them; None: decode is done. Raises as
+        `Course.flow`, and ReaderLeft."""
+
+        def give(batch: tuple[TokenOutput, ...]) -> bool:
+            run.output.extend([token.token_id for token in batch])
+            run.meter.tokens(len(batch))
+            self._placing.generated(seat, len(batch))
+            return run.reader.push(TokenBatch(batch, _prompt_logprobs(run, course)))
+
+        while await course.flow(give) is Halt.FULL:
+            if not await run.reader.wants_more():
+                return FinishReason.STOP
+        return None
+
+    # ---- ends ----
 
     async def _after_failure(self, run: _Run, course: Course, failure: AttemptFailed) -> TokenEnd | None:
         """Get ready for another attempt, or raise the failure. A TokenEnd when the answer was complete already."""

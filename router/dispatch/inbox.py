@@ -5,7 +5,7 @@ may speak in any order; the first failure of each side stays.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvferry_rpc.common_pb2 import Error, ErrorCode, PromptTokenLogprob, TokenOutput
 from kvferry_rpc.internal_pb2 import (
@@ -55,6 +55,8 @@ class Inbox:
         self._num_prompt_logprobs = num_prompt_logprobs
         self._has_news = False
         self._reader: asyncio.Future[None] | None = None
+        # Called for tokens of the decode worker, in place of waking the reader: who sets it takes them in that call.
+        self.on_tokens: Callable[[], None] | None = None
 
     # ---- writers ----
 
@@ -64,6 +66,9 @@ class Inbox:
         if kind == "tokens":
             self._decode_has_begun()
             self._add(event.tokens.tokens)
+            if self.on_tokens is not None:
+                self.on_tokens()
+                return
         elif kind == "prompt_logprobs":
             self._add_prompt_logprobs(event.prompt_logprobs)
         elif kind == "ticket":

@@ -3,28 +3,39 @@
 import asyncio
 from collections.abc import Callable
 
-# A delivery that took less is too small to be worth a wait; none waits longer.
-_SHORTEST_HOLD_S = 0.001
+from runtime.clock import Clock
+
+# Work that took less is too small to be worth a wait; none waits longer.
+_SHORTEST_WORK_S = 0.001
 _LONGEST_HOLD_S = 0.02
+_MOST_PATIENCE = 16.0
 
 
 class Pacer:
     """Calls `deliver` soon after `ask`: at once, unless the last delivery and all that it set going (tasks of requests
-    that wrote to their clients) took so long that as much time should go to others first. Event-loop thread only."""
+    that write to their clients) took so long that as much time should go to others first. If more came meanwhile, the
+    loop is behind: the next time others get twice as long for the same work, and so on, up to the longest hold. So a
+    full router spends its time on prompts, and streams get their tokens in larger pieces. Event-loop thread only.
+    """
 
-    def __init__(self, deliver: Callable[[], None]) -> None:
+    def __init__(self, deliver: Callable[[], None], clock: Clock) -> None:
+        """`clock`: the loop's own may stand still while a callback runs."""
         self._deliver = deliver
+        self._now = clock.now
         self._not_before = 0.0
+        self._patience = 1.0  # What others get for each second of work.
         self._timer: asyncio.TimerHandle | None = None
 
     def ask(self, loop: asyncio.AbstractEventLoop) -> None:
         """There is something to deliver."""
         if self._timer is not None:
             return
-        wait_s = self._not_before - loop.time()
-        if wait_s < _SHORTEST_HOLD_S:
+        wait_s = self._not_before - self._now()
+        if wait_s <= 0.0:
+            self._patience = 1.0
             self._run(loop)
         else:
+            self._patience = min(2.0 * self._patience, _MOST_PATIENCE)
             self._timer = loop.call_later(wait_s, self._run, loop)
 
     def cancel(self) -> None:
@@ -35,11 +46,13 @@ class Pacer:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
-        began = loop.time()
+        began = self._now()
         self._deliver()
         # In the loop's order this comes behind the tasks that were just woken.
-        loop.call_soon(self._done, loop, began)
+        loop.call_soon(self._done, began)
 
-    def _done(self, loop: asyncio.AbstractEventLoop, began: float) -> None:
-        now = loop.time()
-        self._not_before = now + min(now - began, _LONGEST_HOLD_S)
+    def _done(self, began: float) -> None:
+        now = self._now()
+        work_s = now - began
+        if work_s >= _SHORTEST_WORK_S:
+            self._not_before = now + min(self._patience * work_s, _LONGEST_HOLD_S)

@@ -4,7 +4,8 @@ from contextlib import ExitStack
 from enum import Enum
 
 from router.policy import Plan
-from router.workers.worker_registry import WorkerLease, WorkerRegistry
+from router.workers.attached_worker import WorkerLease
+from router.workers.worker_registry import WorkerRegistry
 from runtime.errors import KvferryError
 
 

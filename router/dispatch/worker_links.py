@@ -98,8 +98,7 @@ class WorkerLinks:
 
     def worker_detached(self, register: Register) -> None:
         if session := self._sessions.pop(register.worker_id, None):
-            session.abandon()
-            self._later(session.close())
+            self._later(session.leave())
         if link := self._prefill_links.pop(register.worker_id, None):
             link.gone()
             self._later(link.channel.close())

@@ -6,9 +6,11 @@ Failures end a call with the status of their code; the whole error travels in th
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -30,9 +32,9 @@ from kvferry_rpc.public_pb2 import (
 from router.generation import GenerationRequest, TextChunk, TextEnd
 from router.grpc.answers import responses
 from router.grpc.plan import FIELDS, conversation, plan_generation
-from router.http.choices import choice_texts
+from router.http.choices import run_choices
 from router.http.errors import log_defect
-from router.http.generation import RequestCap, token_ids_of
+from router.http.generation import token_ids_of
 from router.http.services import Services
 from router.observation.access_log import AccessNote, log_call
 from router.plans.chat_plan import syntax_behind
@@ -69,7 +71,6 @@ class PublicService(public_pb2_grpc.KvferryServicer):
         self._log_calls = log_calls
         self._services = services
         self._cluster_state = cluster_state
-        self._cap = RequestCap(services.max_requests)
 
     # A coroutine that writes, not a generator: a call cut while it writes must cancel the generation at once, and a
     # generator suspended in `yield` would not. The generated stub knows only generators.
@@ -86,15 +87,13 @@ class PublicService(public_pb2_grpc.KvferryServicer):
                     with self._services.at_door():
                         tenant = self._tenant(context)
                         note.tenant = tenant.name
-                        held.enter_context(self._cap)
+                        held.enter_context(self._services.cap)
                         job = await self._prepare(request, request_id, tenant, context.time_remaining(), traceparent)
                         note.prompt_tokens = len(job.requests[0].prompt_token_ids)
-                    async with aclosing(self._texts(job)) as items:
-                        async for index, item in items:
-                            if isinstance(item, TextEnd):
-                                note.output_tokens += item.completion_tokens
-                            for message in responses(request_id, index, item, with_receipt=request.with_receipt):
-                                await self._write(context, message)
+                    messages = partial(responses, request_id, with_receipt=request.with_receipt)
+                    sink = _Written(messages, partial(self._write, context), note)
+                    services = self._services
+                    await run_choices(services.source, job.requests, job.chat, services.tokenizer.tokenizer, sink)
 
     async def Tokenize(self, request: TokenizeRequest, context: Any) -> TokenizeResponse:
         """See the .proto file."""
@@ -159,19 +158,45 @@ class PublicService(public_pb2_grpc.KvferryServicer):
             timeout_s = min(timeout_s, time_remaining_s)
         deadline = services.clock.now() + timeout_s
         plan = plan_generation(request, limits)
+        tenant.check_choices(plan.num_sequences, plan.choices_field)
         priority, salt = tenant.check_priority(plan.priority), tenant.salt_for(plan.cache_salt)
         scope = RequestScope(request_id, deadline, salt, tenant.name, priority, plan.slo, "grpc", traceparent)
-        token_ids = await self._token_ids(plan.prompts[0])
+        token_ids = await self._token_ids(plan.prompts[0], limits.max_context_tokens - 1)
         chat = plan.chat and syntax_behind(plan.chat, token_ids, services.tokenizer.tokenizer)
         return _Job(build_requests(plan, [token_ids], limits, scope), chat)
 
-    def _texts(self, job: _Job) -> AsyncGenerator[tuple[int, TextChunk | TextEnd], None]:
-        return choice_texts(self._services.source, job.requests, job.chat, self._services.tokenizer.tokenizer)
-
-    async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+    async def _token_ids(self, prompt: Prompt, max_tokens: int | None = None) -> Sequence[int]:
         if isinstance(prompt, str):
-            return await self._services.tokenizer.encode(prompt, field="text")
-        return await token_ids_of(prompt, self._services.tokenizer)
+            return await self._services.tokenizer.encode(prompt, field="text", max_tokens=max_tokens)
+        return await token_ids_of(prompt, self._services.tokenizer, max_tokens=max_tokens)
+
+
+class _Written:
+    """An AnswerSink that writes messages to a caller, one after the other."""
+
+    def __init__(
+        self,
+        messages: Callable[[int, TextChunk | TextEnd], Iterator[GenerateResponse]],
+        write: Callable[[GenerateResponse], Awaitable[None]],
+        note: AccessNote,
+    ) -> None:
+        self._messages = messages
+        self._write = write
+        self._note = note
+        self._pending: deque[GenerateResponse] = deque()
+        self._turn = asyncio.Lock()
+
+    def push(self, index: int, item: TextChunk | TextEnd) -> bool:
+        if isinstance(item, TextEnd):
+            self._note.output_tokens += item.completion_tokens
+        self._pending.extend(self._messages(index, item))
+        return False  # gRPC alone says when it has taken a message.
+
+    async def flush(self) -> None:
+        """Raises KvferryError when the caller does not read."""
+        async with self._turn:
+            while self._pending:
+                await self._write(self._pending.popleft())
 
 
 def _tokenize_prompt(request: TokenizeRequest) -> Prompt:

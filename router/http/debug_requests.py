@@ -12,6 +12,7 @@ import orjson
 from router.http.asgi import Receive, Scope, Send, send_body, tenant_of
 from router.http.services import Services
 from router.observation.live_requests import RequestView
+from router.observation.request_fields import request_fields
 
 
 class DebugRequests:
@@ -36,12 +37,10 @@ class DebugRequests:
 
 def _fields(view: RequestView, now: float, epoch: float) -> dict[str, Any]:
     return {
-        "id": view.request_id,
+        **request_fields(view),
         "tenant": view.tenant,
         "model": view.model,
-        "endpoint": view.endpoint,
         "phase": view.phase.value,
-        "waits_for": view.waits_for,
         "arrived_at": round(view.arrived_at + epoch, 3),
         "since": round(view.since + epoch, 3),
         "in_phase_ms": round((now - view.since) * 1000, 3),
@@ -54,12 +53,4 @@ def _fields(view: RequestView, now: float, epoch: float) -> dict[str, Any]:
             }
             for begin in view.phases
         ],
-        "attempt": view.attempt,
-        "prefill_worker": view.prefill_worker,
-        "decode_worker": view.decode_worker,
-        "prompt_tokens": view.prompt_tokens,
-        "cached_tokens": view.cached_tokens,
-        "output_tokens": view.output_tokens,
-        "max_tokens": view.max_tokens,
-        "error": view.error,
     }

@@ -14,8 +14,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -23,9 +23,9 @@ from starlette.datastructures import Headers
 
 from kvferry_rpc.common_pb2 import ErrorCode, KVReceipt
 from router.generation import GenerationRequest, TextChunk, TextEnd
-from router.http.asgi import RawHeaders, Receive, Scope, Send, send_body, tenant_of
+from router.http.asgi import ClientPipe, RawHeaders, Receive, Scope, Send, client_pipe, send_body, tenant_of
 from router.http.best_of import best_answers
-from router.http.choices import choice_texts
+from router.http.choices import AnswerSink, run_choices
 from router.http.deadline import deadline_of
 from router.http.endpoint_kind import AnswerShape, Asked, EndpointKind
 from router.http.errors import ClientGone, to_http_error
@@ -77,34 +77,13 @@ class _Job:
         return first.receipt if self.plan.want_receipt and first is not None else None
 
 
-class RequestCap:
-    """At most `limit` requests behind one front door, from the first byte of the body to the last of the answer.
-
-    The queues of the cluster have their own bounds; this one bounds what waits in front of them.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.in_flight = 0
-
-    def __enter__(self) -> None:
-        if self.in_flight >= self._limit:
-            message = f"There are {self._limit} requests here already."
-            raise KvferryError(ErrorCode.OVERLOADED, message, retry_after_ms=1000)
-        self.in_flight += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.in_flight -= 1
-
-
 class GenerationEndpoint(Generic[B]):
     """An ASGI application for one of the endpoints. Raises HttpError or ClientGone before the first byte is sent."""
 
-    def __init__(self, kind: EndpointKind[B], services: Services, bodies: BodyReader, cap: RequestCap) -> None:
+    def __init__(self, kind: EndpointKind[B], services: Services, bodies: BodyReader) -> None:
         self._kind = kind
         self._services = services
         self._bodies = bodies
-        self._cap = cap
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = self._kind.id_prefix + secrets.token_hex(12)
@@ -139,13 +118,15 @@ class GenerationEndpoint(Generic[B]):
             with self._services.at_door():
                 if self._services.draining():
                     raise KvferryError(ErrorCode.UNAVAILABLE, "This router is shutting down.", retry_after_ms=1000)
-                held.enter_context(self._cap)
+                held.enter_context(self._services.cap)
                 headers, now = Headers(scope=scope), self._services.clock.now()
                 deadline = deadline_of(headers, now, self._services.request_timeout_s)
                 asked = await self._read(headers, receive)
                 plan, tenant = asked.plan, tenant_of(scope)
                 tenant.check_priority(plan.priority)
-            with ClientWatch(receive), asked.fields.applied():
+                tenant.check_choices(plan.num_sequences, plan.choices_field)
+            pipe = client_pipe(scope)
+            with ClientWatch(receive, pipe), asked.fields.applied():
                 with self._services.at_door():
                     salt = tenant.salt_for(plan.cache_salt)
                     request = RequestScope(
@@ -153,7 +134,7 @@ class GenerationEndpoint(Generic[B]):
                     )
                     job = await self._prepare(asked, request, access_note(scope))
                 if plan.stream:
-                    return await self._stream(job, send)
+                    return await self._stream(job, pipe, send)
                 data = await self._collect(job)
             await send_body(send, 200, data, headers=job.headers)
             return 200
@@ -171,7 +152,8 @@ class GenerationEndpoint(Generic[B]):
 
     async def _prepare(self, asked: Asked, scope: RequestScope, note: AccessNote) -> _Job:
         plan, limits = asked.plan, self._services.limits()
-        prompt_ids = [await token_ids_of(prompt, self._services.tokenizer) for prompt in plan.prompts]
+        most = limits.max_context_tokens - 1
+        prompt_ids = [await token_ids_of(prompt, self._services.tokenizer, max_tokens=most) for prompt in plan.prompts]
         note.prompt_tokens = sum(map(len, prompt_ids))
         head = AnswerHead(
             request_id=scope.request_id,
@@ -203,26 +185,26 @@ class GenerationEndpoint(Generic[B]):
             echoes += [Echo(text, token_ids)] * plan.num_shown
         return echoes
 
-    def _texts(self, job: _Job) -> AsyncGenerator[tuple[int, TextChunk | TextEnd], None]:
-        return choice_texts(self._services.source, job.requests, job.chat, self._services.tokenizer.tokenizer)
+    async def _run(self, job: _Job, sink: AnswerSink) -> None:
+        await run_choices(self._services.source, job.requests, job.chat, self._services.tokenizer.tokenizer, sink)
 
     async def _collect(self, job: _Job) -> bytes:
         answers = [Answer() for _ in job.requests]
-        async with aclosing(self._texts(job)) as items:
-            async for index, item in items:
-                answers[index].add(item)
+        await self._run(job, _Collected(answers))
         ends = [answer.end for answer in answers if answer.end is not None]
         job.note.output_tokens = sum(end.completion_tokens for end in ends)
         shown = best_answers(answers, job.plan.num_choices, job.plan.num_shown)
         receipt = job.receipt([answer.end for answer in shown])
         return job.shape.body(shown, usage_of(ends, job.plan.num_choices), receipt)
 
-    async def _stream(self, job: _Job, send: Send) -> int:
+    async def _stream(self, job: _Job, pipe: ClientPipe | None, send: Send) -> int:
         shape, quiet_s = job.shape, self._services.quiet_s
-        async with EventStream(send, headers=job.headers, quiet_s=quiet_s, heartbeat=shape.heartbeat) as stream:
+        stream = EventStream(send, headers=job.headers, quiet_s=quiet_s, heartbeat=shape.heartbeat, pipe=pipe)
+        async with stream:
             try:
                 with job.asked.fields.applied():
-                    await self._send_events(job, stream)
+                    await self._run(job, _Streamed(job, stream))
+                    await stream.close(shape.closing())
             except Exception as problem:
                 error = to_http_error(problem)
                 if not stream.started:
@@ -234,22 +216,51 @@ class GenerationEndpoint(Generic[B]):
                 return error.status
         return 200
 
-    async def _send_events(self, job: _Job, stream: EventStream) -> None:
-        async with aclosing(self._texts(job)) as items:
-            async for index, item in items:
-                if isinstance(item, TextEnd):
-                    job.note.output_tokens += item.completion_tokens
-                if data := job.shape.events(index, item):
-                    await stream.send(data)
-        await stream.close(job.shape.closing())
+
+class _Collected:
+    """An AnswerSink for an answer that is sent when it is whole."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self._answers = answers
+
+    def push(self, index: int, item: TextChunk | TextEnd) -> bool:
+        self._answers[index].add(item)
+        return True
+
+    async def flush(self) -> None:
+        """There is always room."""
 
 
-async def token_ids_of(prompt: Prompt, tokenizer: AsyncTokenizer) -> Sequence[int]:
-    """The ids of a prompt; ids that the client gave are used as they are. Raises KvferryError for a bad chat."""
+class _Streamed:
+    """An AnswerSink for an answer that is sent as it comes."""
+
+    def __init__(self, job: _Job, stream: EventStream) -> None:
+        self._shape = job.shape
+        self._note = job.note
+        self._stream = stream
+        self._running = len(job.requests)
+
+    def push(self, index: int, item: TextChunk | TextEnd) -> bool:
+        data = self._shape.events(index, item)
+        if isinstance(item, TextEnd):
+            self._note.output_tokens += item.completion_tokens
+            self._running -= 1
+            if not self._running:
+                self._stream.hold(data)
+                return True
+        return not data or self._stream.push(data)
+
+    async def flush(self) -> None:
+        await self._stream.flush()
+
+
+async def token_ids_of(prompt: Prompt, tokenizer: AsyncTokenizer, *, max_tokens: int | None = None) -> Sequence[int]:
+    """The ids of a prompt; ids that the client gave are used as they are. Raises KvferryError for a bad chat, and for a
+    text that clearly has more than `max_tokens`."""
     if isinstance(prompt, str):
-        return await tokenizer.encode(prompt)
+        return await tokenizer.encode(prompt, max_tokens=max_tokens)
     if isinstance(prompt, Conversation):
-        return await tokenizer.encode_chat(template_messages(prompt.messages), prompt.tools)
+        return await tokenizer.encode_chat(template_messages(prompt.messages), prompt.tools, max_tokens=max_tokens)
     return prompt
 
 

@@ -211,15 +211,19 @@ class CompletionShape:
 
 def usage_of(ends: Sequence[TextEnd], num_choices: int) -> dict[str, Any]:
     """What a request cost. `ends` go prompt by prompt, `num_choices` each: a prompt counts once, answers all count,
-    and cached tokens are those of each prompt's first choice (the others always find the first one's blocks)."""
+    and cached tokens are those of each prompt's first choice (the others always find the first one's blocks). Those of
+    a chat tell how many tokens were reasoning."""
     firsts = ends[::num_choices]
     prompt_tokens = sum(end.prompt_tokens for end in firsts)
     completion_tokens = sum(end.completion_tokens for end in ends)
+    chats = [end for end in ends if isinstance(end, ChatEnd)]
+    of_chat = {"completion_tokens_details": {"reasoning_tokens": sum(end.reasoning_tokens for end in chats)}}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in firsts)},
+        **(of_chat if chats else {}),
     }
 
 

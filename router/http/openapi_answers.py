@@ -54,13 +54,19 @@ class CachedTokens(Struct):
     cached_tokens: Count
 
 
+class ReasoningTokens(Struct):
+    reasoning_tokens: Count
+
+
 class Usage(Struct):
-    """A prompt counts once, answers all count. `cached_tokens`: of the prompts, what no worker had to compute."""
+    """A prompt counts once, answers all count. `cached_tokens`: of the prompts, what no worker had to compute.
+    `reasoning_tokens`: of the answers to a chat, what came up to the last piece of reasoning."""
 
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
 class TokenLogprob(Struct):

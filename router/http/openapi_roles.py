@@ -1,7 +1,7 @@
 """Messages and items, whose fields depend on who speaks: for the OpenAPI document.
 
 What is checked where bodies become chats, `chat_plan.check_messages` first of all, is said here once more as schemas; a
-test holds the two together.
+test holds the two together. No schema can say that a result has to name a call before it.
 """
 
 from collections.abc import Sequence

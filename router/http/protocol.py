@@ -6,19 +6,30 @@ Here each of these has a bound.
 """
 
 import asyncio
+import contextlib
 import ssl
 import time
+from collections.abc import Callable
 from email.utils import formatdate
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from router.http.asgi import CLIENT_PIPE
 from router.http.errors import HttpError
 
 # Framing between the pieces of a body that comes in chunks of one byte.
 _OVERHEAD_PER_BODY_BYTE = 8
+_LOOK_S = 0.02
+
+
+@lru_cache(maxsize=1)
+def _http_date(second: int) -> bytes:
+    return formatdate(second, usegmt=True).encode()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -42,8 +53,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._payload = 0  # and how many of them were body.
         self._in_head = False
         self._deaf = False  # Input is dropped; reading goes on only to see the connection end.
+        self._retiring = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._pipe: _SocketPipe | None = None  # Of the current request.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -57,6 +70,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
         super().connection_lost(exc)
+        if self._pipe is not None:
+            self._pipe.gone()
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
@@ -91,8 +106,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(431, "The request's headers are too large.", "headers_too_large")
             return
         self._stop_head_timer()
-        self.server_state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
+        self.server_state.default_headers = [(b"date", _http_date(int(time.time())))]
         super().on_headers_complete()
+        # Before the task that uvicorn has made begins.
+        self._pipe = _SocketPipe(self.loop, self.transport, self.flow)
+        cast(dict[str, Any], self.scope)[CLIENT_PIPE] = self._pipe
+        if self._retiring:
+            self.cycle.keep_alive = False
+
+    def retire(self) -> None:
+        """The answer under way, or else the next one, is the last on this connection, and says so if it still can."""
+        self._retiring = True
+        if self._answering():
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._payload += len(body)
@@ -152,6 +178,43 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
+class _SocketPipe:
+    """A ClientPipe: writes what uvicorn's `send` would write, in one call. It leads to no scope, so a scope may have it
+    and nothing waits for the collector."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._flow = flow
+        self._on_gone: Callable[[], None] | None = None
+        self._is_gone = False
+
+    @property
+    def is_full(self) -> bool:
+        return self._flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        self._on_gone = on_gone
+        if on_gone is not None:
+            self._flow.resume_reading()  # A connection that is not read from does not end.
+            if self._is_gone:
+                self._loop.call_soon(self._tell)
+
+    def gone(self) -> None:
+        """The connection has ended."""
+        self._is_gone = True
+        self._tell()
+
+    def _tell(self) -> None:
+        on_gone, self._on_gone = self._on_gone, None
+        if on_gone is not None:
+            on_gone()
+
+
 class HttpServer:
     """Listens and serves one ASGI application in the running event loop. Signals are its owner's business."""
 
@@ -209,6 +272,22 @@ class HttpServer:
     def port(self) -> int:
         """The port that it listens on once started, also when it was asked for port 0."""
         return self._port
+
+    async def retire(self, linger_s: float) -> None:
+        """Stop accepting, and let each connection end with its next answer; return when all have, or after `linger_s`:
+        then those that nobody asks anything on are closed. No answer is cut. For whoever leaves the port to another
+        process."""
+        self._server.close()
+        for connection in list(self._state.connections):
+            if isinstance(connection, BoundedHttpProtocol):  # All are; uvicorn's set has a wider type.
+                connection.retire()
+        # uvicorn tells nobody that a connection has ended, so this looks.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(linger_s):
+                while self._state.connections:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+        for connection in list(self._state.connections):
+            connection.shutdown()
 
     async def close(self, grace_s: float) -> None:
         """Stop accepting, let answers under way end for at most `grace_s`, then cut what is left."""

@@ -37,7 +37,7 @@ from router.http.anthropic_requests import CountBody
 from router.http.asgi import TENANT, Receive, Scope, Send, send_body, tenant_of
 from router.http.debug_requests import DebugRequests
 from router.http.errors import ClientGone, HttpError, to_http_error
-from router.http.generation import GenerationEndpoint, RequestCap, token_ids_of
+from router.http.generation import GenerationEndpoint, token_ids_of
 from router.http.json_body import BodyReader, decode_body
 from router.http.openai_endpoints import CHAT, COMPLETIONS
 from router.http.openai_requests import TokenizeBody
@@ -63,14 +63,13 @@ class HttpFrontDoor:
 
     def __init__(self, services: Services) -> None:
         bodies = BodyReader()
-        cap = RequestCap(services.max_requests)
-        pages = _Pages(services, bodies, cap)
+        pages = _Pages(services, bodies)
         ui = LiveUi(services.live_page)
         route = _Routes(services)
-        chat = GenerationEndpoint(CHAT, services, bodies, cap)
-        completions = GenerationEndpoint(COMPLETIONS, services, bodies, cap)
-        responses = GenerationEndpoint(RESPONSES, services, bodies, cap)
-        messages = GenerationEndpoint(MESSAGES, services, bodies, cap)
+        chat = GenerationEndpoint(CHAT, services, bodies)
+        completions = GenerationEndpoint(COMPLETIONS, services, bodies)
+        responses = GenerationEndpoint(RESPONSES, services, bodies)
+        messages = GenerationEndpoint(MESSAGES, services, bodies)
         self._router = Router(
             [
                 route.generation("/v1/chat/completions", chat),
@@ -113,10 +112,9 @@ class HttpFrontDoor:
 class _Pages:
     """The endpoints that generate nothing."""
 
-    def __init__(self, services: Services, bodies: BodyReader, cap: RequestCap) -> None:
+    def __init__(self, services: Services, bodies: BodyReader) -> None:
         self._services = services
         self._bodies = bodies
-        self._cap = cap
         self._created = int(time.time())
         self._document = document(needs_key=services.tenants.needs_key, protect_metrics=services.protect_metrics)
 
@@ -129,7 +127,7 @@ class _Pages:
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._services.limits()
-        with self._cap:
+        with self._services.cap:
             body = await decode_body(await self._bodies.read(Headers(scope=scope), receive), TokenizeBody)
             check_model(limits.model if body.model is None else body.model, limits)
             with ClientWatch(receive):
@@ -143,7 +141,7 @@ class _Pages:
             await _send_json(send, answer)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._cap:
+        with self._services.cap:
             body = await decode_body(await self._bodies.read(Headers(scope=scope), receive), CountBody)
             prompt, fields = counted_prompt(body, self._services.limits())
             with ClientWatch(receive), fields.applied():

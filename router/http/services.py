@@ -1,4 +1,4 @@
-"""What the HTTP front door needs from the rest of the router, in one value."""
+"""What the front doors need from the rest of the router, in one value."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,7 @@ from router.observation.live_page import LivePage
 from router.observation.live_requests import RequestView
 from router.observation.traces import untraced
 from router.plans.generation_plan import ModelLimits
+from router.request_cap import RequestCap
 from router.tenants import TenantDirectory
 from router.text.tokenizer import AsyncTokenizer
 from runtime.clock import Clock, SystemClock
@@ -44,7 +45,8 @@ class Services:
     `refused_at_door` hears of each generation request that ends before the source has seen it. `quiet_s` is the longest
     silence in a stream. `live_requests` has those of this moment and the last that ended. `begin_trace` tells from
     a client's `traceparent` what a request's is to be. `tenants` knows who asks; with `protect_metrics` metrics need a
-    key like all else. Without `live_page` the page at /ui has no data.
+    key like all else. Without `live_page` the page at /ui has no data. `cap` holds both front doors to `max_requests`
+    together.
     """
 
     source: TokenSource
@@ -64,6 +66,10 @@ class Services:
     tenants: TenantDirectory = field(default_factory=everybody)
     protect_metrics: bool = False
     live_page: LivePage | None = None
+    cap: RequestCap = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cap", RequestCap(self.max_requests))
 
     @contextmanager
     def at_door(self) -> Iterator[None]:

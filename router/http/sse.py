@@ -1,4 +1,4 @@
-"""Server-sent events over bare ASGI, and the watch on the client's connection.
+"""Server-sent events, and the watch on the client's connection.
 
 The status line waits for the first event, so that a request which fails before it gets a real status. When nothing
 happens for a while a comment goes out instead: proxies keep the connection, and a dead one is noticed.
@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from router.http.asgi import RawHeaders, Receive, Send
+from router.http.asgi import ClientPipe, RawHeaders, Receive, Send
 from router.http.errors import ClientGone
 
 DONE = b"data: [DONE]\n\n"
@@ -31,22 +31,31 @@ def named_event(name: str, data: bytes) -> bytes:
 
 
 class EventStream:
-    """The answer to one streaming request: `async with`, `send` events, then `close`.
+    """The answer to one streaming request: `async with`, `push` events, `flush` when it says so, then `close`.
 
-    `send` waits while the client reads too slowly, so nothing piles up here. One task uses it at a time.
-    `heartbeat` gives what is sent after each `quiet_s` seconds of silence.
+    Nothing piles up here: what the connection does not take at once waits, and whoever pushed it waits in `flush`.
+    `heartbeat` gives what is sent after each `quiet_s` seconds of silence. Event-loop thread only.
     """
 
     def __init__(
-        self, send: Send, *, headers: RawHeaders, quiet_s: float, heartbeat: Callable[[], bytes] = lambda: HEARTBEAT
+        self,
+        send: Send,
+        *,
+        headers: RawHeaders,
+        quiet_s: float,
+        heartbeat: Callable[[], bytes] = lambda: HEARTBEAT,
+        pipe: ClientPipe | None = None,
     ) -> None:
+        """`pipe` takes events past `send`, which costs a step of the task for each; None: the server has none."""
         self._send = send
         self._headers = [*_HEADERS, *headers]
         self._quiet_s = quiet_s
         self._silence = heartbeat
+        self._pipe = pipe
+        self._pending: list[bytes] = []
+        self._turn = asyncio.Lock()  # To `send`, which waits for slow readers.
         self._loop = asyncio.get_running_loop()
         self._last_write = self._loop.time()
-        self._writing = False
         self._heartbeat: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(quiet_s, self._on_timer)
         self.started = False
@@ -60,28 +69,45 @@ class EventStream:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
 
-    async def send(self, data: bytes) -> None:
-        """Send an event, or several joined ones, at once."""
-        if self._heartbeat is not None:
-            await self._heartbeat
-        await self._write(data, more=True)
+    def push(self, data: bytes) -> bool:
+        """Take an event, or several joined ones. False: it waits for its turn, in `flush`."""
+        pipe = self._pipe
+        if pipe is None or not self.started or self._pending or self._turn.locked() or pipe.is_full:
+            self._pending.append(data)
+            return False
+        pipe.write(data)
+        self._last_write = self._loop.time()
+        return True
+
+    def hold(self, data: bytes) -> None:
+        """Take events that go out with the next ones: `close` follows."""
+        self._pending.append(data)
+
+    async def flush(self) -> None:
+        """Return when all that was pushed is on its way. Any number of tasks may wait here."""
+        async with self._turn:
+            if self._pending:
+                await self._write(self._taken(), more=True)
 
     async def close(self, data: bytes = DONE) -> None:
         """Send the last events, good or bad, and nothing after them."""
+        self._pipe = None
         self._timer.cancel()
-        if self._heartbeat is not None:
-            await self._heartbeat
-        await self._write(data, more=False)
+        async with self._turn:
+            await self._write(self._taken() + data, more=False)
+
+    def _taken(self) -> bytes:
+        data = b"".join(self._pending)
+        self._pending.clear()
+        return data
 
     async def _write(self, data: bytes, *, more: bool) -> None:
-        self._writing = True
         try:
             if not self.started:
                 self.started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
         finally:
-            self._writing = False
             self._last_write = self._loop.time()
 
     def _on_timer(self) -> None:
@@ -90,13 +116,14 @@ class EventStream:
             self._timer = self._loop.call_later(self._quiet_s - quiet_s, self._on_timer)
             return
         # A write that waits for a slow reader is no silence.
-        if not self._writing:
+        if not self._turn.locked():
             self._heartbeat = self._loop.create_task(self._beat())
         self._timer = self._loop.call_later(self._quiet_s, self._on_timer)
 
     async def _beat(self) -> None:
         try:
-            await self._write(self._silence(), more=True)
+            async with self._turn:
+                await self._write(self._silence(), more=True)
         except OSError:
             pass  # The connection is gone, which the watch on it reports.
         finally:
@@ -109,9 +136,12 @@ class ClientWatch:
     The request's body must have been read. As with `asyncio.timeout`, a cancellation from outside stays one.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, pipe: ClientPipe | None = None) -> None:
+        """With a `pipe` no task waits in `receive`."""
         self._receive = receive
+        self._pipe = pipe
         self._gone = False
+        self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> "ClientWatch":
         task = asyncio.current_task()
@@ -119,15 +149,21 @@ class ClientWatch:
             raise RuntimeError("a ClientWatch works only inside a task")
         self._owner = task
         self._cancelling = task.cancelling()
-        self._watcher = asyncio.create_task(self._watch())
+        if self._pipe is None:
+            self._watcher = asyncio.create_task(self._watch())
+        else:
+            self._pipe.watch(self._has_left)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watcher.cancel()
-        # Its cancellation's traceback leads to this watch: would that lead back, both had to wait for the collector.
-        del self._watcher
+        # What watches leads to this watch: would this lead back, both had to wait for the collector.
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+        if self._pipe is not None:
+            self._pipe.watch(None)
         if not self._gone:
             return
         asked_from_outside = self._owner.uncancel() > self._cancelling
@@ -137,5 +173,8 @@ class ClientWatch:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._has_left()
+
+    def _has_left(self) -> None:
         self._gone = True
         self._owner.cancel()

@@ -88,7 +88,8 @@ class LiveUi:
                 EventStream(send, headers=(), quiet_s=_QUIET_S) as stream,
             ):
                 async for state in states:
-                    await stream.send(event(state))
+                    if not stream.push(event(state)):
+                        await stream.flush()
                     if loop.time() > end_at:
                         break
                 await stream.close()

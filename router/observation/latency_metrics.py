@@ -1,6 +1,6 @@
 """How long requests take: histograms under the names that the field has settled on, and the meter of one request."""
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
 from kvferry_rpc.common_pb2 import KVReceipt
 from router.admission.slo import SloClass
@@ -15,9 +15,7 @@ class LatencyMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.ttft = latency("kvferry_time_to_first_token_seconds", "Arrival to first token.", registry)
         self.ttst = latency("kvferry_time_to_second_token_seconds", "Arrival to second token.", registry)
-        self.itl = FastHistogram(
-            "kvferry_inter_token_latency_seconds", "Gap between two tokens of a request.", LATENCY_BUCKETS_S, registry
-        )
+        self.itl = latency("kvferry_inter_token_latency_seconds", "Gap between two tokens of a request.", registry)
         self.tpot = latency(
             "kvferry_request_time_per_output_token_seconds",
             "Mean gap between the tokens of a finished request of two or more.",
@@ -36,11 +34,9 @@ class LatencyMetrics:
             "kvferry_request_decode_time_seconds", "KV in place on the decode worker to last token, per receipt.",
             registry,
         )  # fmt: skip
-        self.prompt_tokens = Counter(
-            "kvferry_prompt_tokens", "Tokens of prompts of finished requests.", registry=registry
-        )
-        self.prompt_tokens_cached = Counter(
-            "kvferry_prompt_tokens_cached", "Of those, the ones that no worker had to compute.", registry=registry
+        self.prompt_tokens = FastCounter("kvferry_prompt_tokens", "Tokens of prompts of finished requests.", registry)
+        self.prompt_tokens_cached = FastCounter(
+            "kvferry_prompt_tokens_cached", "Of those, the ones that no worker had to compute.", registry
         )
         self.tokens_generated = FastCounter("kvferry_tokens_generated", "Tokens given to callers.", registry)
 
@@ -108,6 +104,6 @@ class RequestMeter:
             self.slo_outcome = self._slo.verdict(first - self._started_at, tpot_s)
 
 
-def latency(name: str, help_text: str, registry: CollectorRegistry) -> Histogram:
+def latency(name: str, help_text: str, registry: CollectorRegistry) -> FastHistogram:
     """A histogram of seconds, without labels."""
-    return Histogram(name, help_text, buckets=LATENCY_BUCKETS_S, registry=registry)
+    return FastHistogram(name, help_text, LATENCY_BUCKETS_S, registry)

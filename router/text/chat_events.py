@@ -6,25 +6,24 @@ the order of its text, and are the same however the text was cut into pieces, bu
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from router.generation import TextChunk, TextEnd
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(Struct, frozen=True, gc=False):
     """The next piece of what the assistant says; never empty."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(Struct, frozen=True, gc=False):
     """The next piece of what the model thinks before it answers; never empty."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(Struct, frozen=True, gc=False):
     """A call begins. `index` counts the calls of an answer from 0; `name` is one of the request's tools."""
 
     index: int
@@ -32,8 +31,7 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
+class ToolCallArguments(Struct, frozen=True, gc=False):
     """The next piece of a call's arguments, as the model wrote them. All pieces of an index make one JSON object,
     unless the answer ended within it or its JSON broke. A call's pieces follow its start; calls never interleave."""
 
@@ -44,8 +42,7 @@ class ToolCallArguments:
 ChatEvent = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
-@dataclass(frozen=True, slots=True)
-class ChatChunk(TextChunk):
+class ChatChunk(TextChunk, frozen=True, gc=False):
     """A TextChunk and the events that it made final. `text` is the model's own, markers included."""
 
     events: tuple[ChatEvent, ...] = ()

@@ -1,15 +1,15 @@
 """From the text of an answer to the events of a chat: reasoning first, then content and tool calls."""
 
 import hashlib
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Final
 
-from router.generation import EnoughTokens, TextChunk, TextEnd
-from router.text.chat_events import ChatChunk, ChatEnd, ChatEvent, ContentDelta, ReasoningDelta
+from router.text.chat_events import ChatEvent, ContentDelta, ReasoningDelta
 from router.text.chat_format import TOOL_PARSERS
 from router.text.reasoning import CLOSE, OPEN, ReasoningSplitter
 from router.text.tool_parsers import ArrayParser, MistralParser, ToolCallParser
+
+_NOTHING: Final[frozenset[str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class ChatSyntax:
     @property
     def shown_tokens(self) -> frozenset[str]:
         """Special tokens that have to become text for the reader, while others are dropped."""
+        if self.tools is None and not self.reasoning:
+            return _NOTHING
         shown = frozenset([OPEN, CLOSE]) if self.reasoning else frozenset[str]()
         return shown if self.tools is None or self.forced else shown | TOOL_PARSERS[self.tools].special_tokens
 
@@ -70,42 +72,6 @@ class ChatReader:
         if not text:
             return []
         return [ContentDelta(text)] if self._calls is None else self._calls.push(text)
-
-
-async def chat_events(
-    texts: AsyncGenerator[TextChunk | TextEnd, None], reader: ChatReader
-) -> AsyncGenerator[TextChunk | TextEnd, None]:
-    """A text stream (`generate`) as ChatChunks, then one ChatEnd: each chunk with its tokens, also if it has no events.
-
-    Takes `texts` over: it is closed with this generator. When the reader is done, the source is told to stop
-    (EnoughTokens) and the rest of the text dropped. Raises what `texts` raises. Event-loop task only.
-    """
-    received = reasoning_tokens = 0
-    async with aclosing(texts):
-        async for item in texts:
-            if isinstance(item, TextChunk):
-                events = tuple(reader.push(item.text))
-                received += len(item.tokens)
-                if events and isinstance(events[0], ReasoningDelta):
-                    reasoning_tokens = received
-                yield ChatChunk(item.text, item.tokens, item.prompt_logprobs, events)
-                if not reader.is_done:
-                    continue
-                item = await _enough(texts)
-            if rest := reader.finish():
-                if isinstance(rest[0], ReasoningDelta):
-                    reasoning_tokens = received
-                yield ChatChunk("", (), events=tuple(rest))
-            known = {field.name: getattr(item, field.name) for field in fields(TextEnd)}
-            yield ChatEnd(**known, made_calls=reader.made_calls, reasoning_tokens=reasoning_tokens)
-            return
-
-
-async def _enough(texts: AsyncGenerator[TextChunk | TextEnd, None]) -> TextEnd:
-    item = await texts.athrow(EnoughTokens())
-    while not isinstance(item, TextEnd):
-        item = await anext(texts)
-    return item
 
 
 def _call_parser(syntax: ChatSyntax, request_id: str) -> ToolCallParser | None:

@@ -29,20 +29,22 @@ class TextStream:
         """
         pieces = tokenizer.pieces_showing(shown_tokens)
         self._decoder = PieceDecoder(pieces, skip_special_tokens=skip_special_tokens)
-        self._stop = StopMatcher(stop)
+        self._stop = StopMatcher(stop) if stop else None
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text. It stays ended: later tokens add nothing."""
-        return self._stop.matched
+        return self._stop is not None and self._stop.matched
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text; None while none has."""
-        return self._stop.found
+        return None if self._stop is None else self._stop.found
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, bool]:
         """(text that these tokens make final, whether a stop string has now ended the text)."""
+        if self._stop is None:
+            return self._decoder.push(token_ids), False
         if self.stopped:
             return "", True
         return self._stop.push(self._decoder.push(token_ids)), self.stopped
@@ -52,6 +54,8 @@ class TextStream:
 
         The caller pushes nothing afterwards.
         """
+        if self._stop is None:
+            return self._decoder.finish()
         if self.stopped:
             return ""
         return self._stop.push(self._decoder.finish()) + self._stop.finish()

@@ -4,6 +4,7 @@ Reads tokenizer.json with the `tokenizers` library alone: no transformers, no to
 """
 
 import asyncio
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import tokenizers
 
 from kvferry_rpc.common_pb2 import ErrorCode
 from router.text.chat_template import ChatTemplate, check_text
+from router.text.token_sizes import text_bound
 from runtime.errors import KvferryError, invalid
 from runtime.token_pieces import TokenPieces, build_pieces
 
@@ -52,8 +54,10 @@ class Tokenizer:
         self._chat_template = chat_template
         self.eos_token_ids = eos_token_ids
         self.max_context_tokens = max_context_tokens
-        self.pieces = _checked_pieces(backend)
+        description = json.loads(backend.to_str())
+        self.pieces = _checked_pieces(backend, description["decoder"])
         self.vocab_size = len(self.pieces.pieces)
+        self._bound = text_bound(description, self.pieces)
         self._pieces_showing: dict[frozenset[str], TokenPieces] = {frozenset(): self.pieces}
 
     @classmethod
@@ -92,25 +96,35 @@ class Tokenizer:
         """Whether `encode_chat` can work."""
         return self._chat_template is not None
 
-    def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, field: str = "prompt", add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of `text`, with the special tokens that transformers' `tokenizer(text)` adds. May be empty.
 
-        Special-token text inside `text` becomes that special token, as in transformers.
-        Raises KvferryError (INVALID_REQUEST) naming `field` for text that is not valid Unicode or too long.
+        Special-token text inside `text` becomes that special token, as in transformers. `max_tokens`: more are of no
+        use to the caller, who has to count them all the same. Raises KvferryError naming `field`: INVALID_REQUEST for
+        text that is not valid Unicode or too long, CONTEXT_LENGTH_EXCEEDED, before the work, for text so long that it
+        clearly has more than `max_tokens`.
         """
-        return self._encode(check_text(field, text), add_special_tokens)
+        return self._encode(check_text(field, text), add_special_tokens, field, max_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        max_tokens: int | None = None,
+    ) -> list[int]:
         """Token ids of a conversation up to the header of the answer: transformers'
         `apply_chat_template(messages, tools=tools, tokenize=True, add_generation_prompt=True)`.
 
         The template alone writes special tokens; none is added here, so none is doubled. Special-token text inside
         a message becomes that special token too, as in transformers: a user can write `<|im_end|>`. An application
-        that puts untrusted text into messages has to filter it. Raises KvferryError (INVALID_REQUEST).
+        that puts untrusted text into messages has to filter it. `max_tokens` and errors as in `encode`.
         """
         if self._chat_template is None:
             raise invalid("messages", "cannot be used: this model has no chat template; use a plain prompt")
-        return self._encode(self._chat_template.render(messages, tools), False)
+        return self._encode(self._chat_template.render(messages, tools), False, "messages", max_tokens)
 
     def pieces_showing(self, shown: frozenset[str]) -> TokenPieces:
         """`pieces` in which special tokens of these names are visible. Made once for each set, of which there are few:
@@ -144,7 +158,12 @@ class Tokenizer:
         """`token_bytes` as text, with U+FFFD where it is only a part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, field: str, max_tokens: int | None) -> list[int]:
+        if max_tokens is not None and self._bound is not None:
+            least = self._bound.least_tokens(text, max_tokens)
+            if least > max_tokens:
+                message = f"The prompt has at least {least} tokens, and {max_tokens} are the most that leave room."
+                raise KvferryError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, field=field)
         if len(text) <= SHORT_CHARS:
             # Not in a batch: that would go through other threads, and one of a few words would wait for them.
             short: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -174,21 +193,30 @@ class AsyncTokenizer:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._slots = BoundedSemaphore(max_pending)
 
-    async def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, *, field: str = "prompt", add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """`Tokenizer.encode` off the loop. Raises what it raises, and KvferryError (OVERLOADED) when full."""
+        call = functools.partial(
+            self.tokenizer.encode, text, field=field, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
         if len(text) <= self._short_chars:
             self._check_open()
-            return self.tokenizer.encode(text, field=field, add_special_tokens=add_special_tokens)
-        return await self._run(lambda: self.tokenizer.encode(text, field=field, add_special_tokens=add_special_tokens))
+            return call()
+        return await self._run(call)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """`Tokenizer.encode_chat` off the loop. Raises what it raises, and KvferryError (OVERLOADED) when full."""
         if not tools and _num_chars(messages) <= self._short_chars:
             self._check_open()
-            return self.tokenizer.encode_chat(messages)
-        return await self._run(lambda: self.tokenizer.encode_chat(messages, tools))
+            return self.tokenizer.encode_chat(messages, max_tokens=max_tokens)
+        return await self._run(lambda: self.tokenizer.encode_chat(messages, tools, max_tokens=max_tokens))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """`Tokenizer.decode` off the loop, for long lists such as an echoed prompt."""
@@ -227,9 +255,8 @@ def _num_chars(messages: Sequence[Mapping[str, Any]]) -> float:
     return num_chars
 
 
-def _checked_pieces(backend: tokenizers.Tokenizer) -> TokenPieces:
+def _checked_pieces(backend: tokenizers.Tokenizer, decoder: Mapping[str, Any] | None) -> TokenPieces:
     """The pieces of the vocabulary, compared once with the native decoder so that the two cannot drift apart."""
-    decoder = json.loads(backend.to_str())["decoder"]
     special = [token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special]
     pieces = build_pieces(decoder, backend.get_vocab(with_added_tokens=True), special)
     everything = range(len(pieces.pieces))

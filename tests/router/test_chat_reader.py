@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from kvferry_rpc.common_pb2 import FinishReason, SamplingParams
 from router.generation import GenerationRequest, TextChunk
 from router.text.chat_events import ChatChunk, ChatEnd, ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
-from router.text.chat_reader import ChatReader, ChatSyntax, chat_events
-from router.text.text_generation import generate
+from router.text.chat_generation import generate_chat
+from router.text.chat_reader import ChatReader, ChatSyntax
 from tests.support.cuts import calls_of, content_of, merged, pieces_of
 from tests.support.http_door import ids_of, one_by_one, tokenizer
 from tests.support.scripted_source import Finish, Script, ScriptedSource
+from tests.support.sinks import pulled
 
 HERMES = ChatSyntax(tools="hermes", names=frozenset(["f"]), reasoning=True)
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -84,9 +85,11 @@ def source_of(script: Script) -> ScriptedSource:
     return ScriptedSource(script)
 
 
-def run(source: ScriptedSource, syntax: ChatSyntax, stop: tuple[str, ...] = ()) -> AsyncGenerator[object, None]:
+def run(
+    source: ScriptedSource, syntax: ChatSyntax, stop: tuple[str, ...] = ()
+) -> AsyncGenerator[TextChunk | ChatEnd, None]:
     request = GenerationRequest("r", (1, 2), SamplingParams(), deadline=9.0, stop=stop)
-    return chat_events(generate(source, request, tokenizer()), ChatReader(syntax, "r"))
+    return pulled(lambda sink: generate_chat(source, request, tokenizer(), syntax, sink))
 
 
 async def test_each_chunk_keeps_its_tokens_and_the_end_tells_of_calls() -> None:

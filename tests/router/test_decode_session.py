@@ -368,11 +368,44 @@ async def test_closing_fails_what_runs_and_later_admissions() -> None:
         setup.worker.pause_after = 1
         inbox = Inbox(0, CLOCK)
         await setup.session.admit(admit("r"), inbox)
-        setup.session.abandon()
+        await setup.session.close()
         with pytest.raises(KvferryError, match="no longer attached"):
             await setup.read(inbox)
         with pytest.raises(KvferryError, match="closed"):
             await setup.session.admit(admit("r", attempt=2), Inbox(0, CLOCK))
+
+
+async def test_what_a_detached_worker_said_last_is_still_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_session, "LAST_WORDS_S", 30.0)
+    async with harness() as setup:
+        setup.worker.pause_after = 1
+        inbox = Inbox(0, CLOCK)
+        await setup.session.admit(admit("r"), inbox)
+        await setup.worker.until(lambda: setup.worker.live)
+        leaving = asyncio.create_task(setup.session.leave())
+        await asyncio.sleep(0)
+        with pytest.raises(KvferryError, match="closed"):
+            await setup.session.admit(admit("r", attempt=2), Inbox(0, CLOCK))
+        setup.worker.resume.set()
+        await setup.worker.until(lambda: not setup.worker.live)
+        await setup.worker.drop_sessions()
+        await asyncio.wait_for(leaving, 10)
+        assert await setup.read(inbox) == continuation([1, 2, 3], 4)
+        assert setup.breaks == []
+        assert setup.worker.sessions == 1
+
+
+async def test_a_detached_worker_whose_stream_does_not_end_is_heard_for_a_moment_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_session, "LAST_WORDS_S", 0.01)
+    async with harness() as setup:
+        setup.worker.pause_after = 1
+        inbox = Inbox(0, CLOCK)
+        await setup.session.admit(admit("r"), inbox)
+        await asyncio.wait_for(setup.session.leave(), 10)
+        with pytest.raises(KvferryError, match="no longer attached"):
+            await setup.read(inbox)
 
 
 async def test_admissions_that_the_worker_does_not_take_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

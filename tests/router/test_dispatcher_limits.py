@@ -7,9 +7,10 @@ import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
 from router.dispatch.dispatch_limits import DispatchLimits
-from router.generation import EnoughTokens, TokenEnd
+from router.generation import TokenEnd
 from tests.support.fake_workers import CHECKSUM, FakeDecode, FakePrefill, error
 from tests.support.router_cluster import ANSWER, RouterCluster, failure_of, first_tokens, router_cluster
+from tests.support.sinks import EnoughTokens
 
 # ---- the caller goes away, or time is up ----
 

@@ -10,10 +10,11 @@ from router.dispatch import course
 from router.dispatch.course import MAX_MOVES
 from router.dispatch.dispatch_limits import DispatchLimits
 from router.dispatch.proof import Clause, StrictRefusal
-from router.generation import EnoughTokens, TokenBatch, TokenEnd
+from router.generation import TokenBatch, TokenEnd
 from tests.support.fake_moves import MovingDecode
 from tests.support.fake_workers import error
 from tests.support.router_cluster import ANSWER, PROMPT, RouterCluster, failure_of, first_tokens, router_cluster
+from tests.support.sinks import EnoughTokens
 
 
 async def read_on(stream: AsyncIterator[TokenBatch | TokenEnd], tokens: list[int]) -> tuple[list[int], TokenEnd]:

@@ -6,9 +6,10 @@ import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
 from router.dispatch.dispatch_limits import DispatchLimits
-from router.generation import EnoughTokens, TokenEnd
+from router.generation import TokenEnd
 from tests.support.fake_workers import CHECKSUM, error
 from tests.support.router_cluster import ANSWER, failure_of, first_tokens, router_cluster
+from tests.support.sinks import EnoughTokens
 
 
 async def test_a_request_that_no_worker_could_take_leaves_a_receipt_of_its_failure() -> None:

@@ -10,9 +10,10 @@ from kvferry_rpc.common_pb2 import ErrorCode
 from router.dispatch import attempt
 from router.dispatch.dispatch_limits import DispatchLimits
 from router.dispatch.proof import Clause
-from router.generation import EnoughTokens, TokenEnd
+from router.generation import TokenEnd
 from tests.support.fake_workers import CHECKSUM, FakeDecode, FakePrefill, error
 from tests.support.router_cluster import ANSWER, RouterCluster, failure_of, first_tokens, router_cluster
+from tests.support.sinks import EnoughTokens
 
 STRICT = DispatchLimits(strict_handoff=True)
 REQUIRE_SHM = DispatchLimits(strict_handoff=True, require_transports=("shm",))

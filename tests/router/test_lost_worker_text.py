@@ -11,6 +11,7 @@ from tests.support import fake_workers
 from tests.support.fake_workers import error
 from tests.support.http_door import ids_of, tokenizer
 from tests.support.router_cluster import PROMPT, RouterCluster, router_cluster
+from tests.support.sinks import Collected
 
 # Characters of several tokens, the beginning of a stop string that does not come, and one that does.
 TEXT = "caf\u00e9 \U0001f468\u200d\U0001f467 ENX \u0e2a\u0e27 EN"
@@ -36,15 +37,10 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 async def read(cluster: RouterCluster) -> tuple[str, list[int], TextEnd]:
     sampling = SamplingParams(max_tokens=len(SCRIPT), temperature=0.0, seed=1)
     request = cluster.request(stop=(STOP,), sampling=sampling)
-    text, tokens, end = "", [], None
-    async for item in generate(cluster.dispatcher, request, tokenizer()):
-        if isinstance(item, TextChunk):
-            text += item.text
-            tokens += [token.token_id for token in item.tokens]
-        else:
-            end = item
-    assert end is not None
-    return text, tokens, end
+    sink = Collected[TextChunk]()
+    end = await generate(cluster.dispatcher, request, tokenizer(), sink)
+    text = "".join(chunk.text for chunk in sink.items)
+    return text, [token.token_id for chunk in sink.items for token in chunk.tokens], end
 
 
 async def check(cluster: RouterCluster) -> TextEnd:

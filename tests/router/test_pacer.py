@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from router.dispatch.pacer import Pacer
 
 
@@ -41,47 +43,73 @@ class FakeLoop(asyncio.AbstractEventLoop):
 
 
 class World:
+    """`busy_s`: what a delivery takes, and the tasks that it wakes."""
+
     def __init__(self, busy_s: float) -> None:
         self.loop = FakeLoop()
         self.deliveries = 0
         self.busy_s = busy_s
-        self.pacer = Pacer(self.deliver)
+        self.pacer = Pacer(self.deliver, self)
+
+    def now(self) -> float:
+        return self.loop.now
 
     def deliver(self) -> None:
         self.deliveries += 1
+        self.loop.now += self.busy_s / 2
         # The tasks that were woken run before what the pacer asks for behind them.
-        self.loop.call_soon(lambda: setattr(self.loop, "now", self.loop.now + self.busy_s))
+        self.loop.call_soon(lambda: setattr(self.loop, "now", self.loop.now + self.busy_s / 2))
 
     def arrive(self) -> None:
         self.pacer.ask(self.loop)
         self.loop.step()
 
+    def wait(self) -> float:
+        """Let the delivery come that waits. Returns how long it had to, since what came before it."""
+        timer = self.loop.timers.pop()
+        waited_s, self.loop.now = timer.at - self.loop.now, timer.at
+        timer.call()
+        self.loop.step()
+        return waited_s
+
 
 def test_a_loop_that_keeps_up_is_given_everything_at_once() -> None:
-    world = World(busy_s=0.0005)
+    world = World(busy_s=0.0008)
     for count in range(1, 5):
         world.arrive()
         assert world.deliveries == count
     assert world.loop.timers == []
 
 
-def test_what_comes_while_a_busy_loop_should_turn_to_others_is_given_out_together() -> None:
-    world = World(busy_s=0.008)
+def test_what_comes_while_others_should_have_the_loop_is_given_out_together() -> None:
+    world = World(busy_s=0.004)
     world.arrive()
     for _ in range(5):
         world.arrive()
     assert world.deliveries == 1
-    (timer,) = world.loop.timers
-    assert abs(timer.at - (100.008 + 0.008)) < 1e-9
-    world.loop.now = timer.at
-    timer.call()
+    assert len(world.loop.timers) == 1
+    assert world.wait() == pytest.approx(0.004)
     assert world.deliveries == 2
+
+
+def test_a_loop_that_stays_behind_is_given_more_and_more_at_once_up_to_a_bound() -> None:
+    world = World(busy_s=0.002)
+    waits = []
+    world.arrive()
+    for _ in range(6):
+        world.arrive()
+        waits.append(world.wait())
+    assert waits == pytest.approx([0.002, 0.004, 0.008, 0.016, 0.02, 0.02])
+    world.loop.now += 0.02
+    world.arrive()
+    world.arrive()
+    assert world.wait() == pytest.approx(0.002)
 
 
 def test_after_a_pause_as_long_as_the_work_nothing_waits() -> None:
     world = World(busy_s=0.008)
     world.arrive()
-    world.loop.now += 0.008
+    world.loop.now += 0.009
     world.arrive()
     assert world.deliveries == 2
     assert world.loop.timers == []

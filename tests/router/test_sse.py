@@ -33,6 +33,11 @@ class Client:
         self.got.append(message)
 
 
+async def send(stream: EventStream, data: bytes) -> None:
+    if not stream.push(data):
+        await stream.flush()
+
+
 async def test_leaving_cancels_the_block() -> None:
     client = Client()
     cleaned: list[bool] = []
@@ -87,10 +92,10 @@ async def test_a_failure_inside_the_block_passes_through() -> None:
 async def test_no_heartbeat_is_added_while_a_write_waits_for_the_reader() -> None:
     client = Client()
     async with EventStream(client.send, headers=[], quiet_s=0.005) as stream:
-        await stream.send(b"data: 1\n\n")
+        await send(stream, b"data: 1\n\n")
         client.reads.clear()
         client.asked_to_write.clear()
-        writing = asyncio.create_task(stream.send(b"data: 2\n\n"))
+        writing = asyncio.create_task(send(stream, b"data: 2\n\n"))
         await client.asked_to_write.wait()
         num_asked = client.num_asked
         await asyncio.sleep(0.05)
@@ -109,7 +114,7 @@ async def test_an_event_waits_for_a_heartbeat_under_way() -> None:
     async with EventStream(client.send, headers=[], quiet_s=0.005) as stream:
         await client.asked_to_write.wait()
         assert stream.started
-        sending = asyncio.create_task(stream.send(b"data: 1\n\n"))
+        sending = asyncio.create_task(send(stream, b"data: 1\n\n"))
         await asyncio.sleep(0)
         client.reads.set()
         await sending
@@ -129,3 +134,48 @@ async def test_a_heartbeat_that_fails_costs_nothing_but_itself() -> None:
 
     async with EventStream(broken, headers=[], quiet_s=0.005):
         await tried.wait()
+
+
+class Pipe:
+    """The way past ASGI, of one client."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.is_full = False
+
+    def write(self, data: bytes) -> None:
+        self.client.got.append({"pipe": data})
+
+
+async def test_events_behind_the_first_one_go_through_the_pipe() -> None:
+    client = Client()
+    async with EventStream(client.send, headers=[], quiet_s=10, pipe=Pipe(client)) as stream:
+        assert not stream.push(b"1")
+        assert not stream.push(b"2")
+        await stream.flush()
+        assert stream.push(b"3")
+        assert stream.push(b"4")
+        await stream.close(b"5")
+    assert [message.get("pipe") or message.get("body") for message in client.got] == [None, b"12", b"3", b"4", b"5"]
+    assert client.got[-1]["more_body"] is False
+
+
+async def test_what_finds_the_pipe_full_waits_for_the_reader_and_keeps_its_place() -> None:
+    client = Client()
+    pipe = Pipe(client)
+    async with EventStream(client.send, headers=[], quiet_s=10, pipe=pipe) as stream:
+        await send(stream, b"1")
+        pipe.is_full = True
+        client.reads.clear()
+        client.asked_to_write.clear()
+        assert not stream.push(b"2")
+        flushing = [asyncio.create_task(stream.flush()) for _ in range(2)]
+        await client.asked_to_write.wait()
+        pipe.is_full = False
+        assert not stream.push(b"3")
+        client.reads.set()
+        await asyncio.gather(*flushing)
+        assert stream.push(b"4")
+        await stream.close(b"5")
+    bodies = [message.get("pipe") or message.get("body") for message in client.got]
+    assert bodies == [None, b"1", b"2", b"3", b"4", b"5"]

@@ -1,6 +1,6 @@
 """Tokens to text: one end, held-back characters, stop strings that cancel."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import pytest
@@ -14,6 +14,7 @@ from router.text.text_generation import generate
 from runtime.errors import KvferryError
 from tests.support.http_door import ids_of, one_by_one, tokenizer
 from tests.support.scripted_source import Finish, ScriptedSource, Step
+from tests.support.sinks import pulled
 
 FAMILY = "a \U0001f468\u200d\U0001f469\u200d\U0001f467 b \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u5f00\u59cb c"
 
@@ -22,9 +23,13 @@ def request(*stop: str) -> GenerationRequest:
     return GenerationRequest("r", (1, 2, 3), SamplingParams(max_tokens=100), deadline=1.0, stop=stop)
 
 
+def text_of(source: ScriptedSource, *stop: str) -> AsyncGenerator[TextChunk | TextEnd, None]:
+    return pulled(lambda sink: generate(source, request(*stop), tokenizer(), sink))
+
+
 async def collect(steps: Sequence[Step], *stop: str) -> tuple[list[TextChunk], TextEnd, ScriptedSource]:
     source = ScriptedSource(lambda _: steps)
-    items = [item async for item in generate(source, request(*stop), tokenizer())]
+    items = [item async for item in text_of(source, *stop)]
     chunks = [item for item in items if isinstance(item, TextChunk)]
     assert [type(item) for item in items].count(TextEnd) == 1
     end = items[-1]
@@ -82,7 +87,7 @@ async def test_tokens_behind_a_stop_string_in_the_same_batch_are_not_counted() -
 async def test_the_tokens_so_far_begin_with_the_text_so_far() -> None:
     source = ScriptedSource(lambda _: one_by_one("one two three four five"))
     text, tokens = "", b""
-    async for item in generate(source, request("two thrice", "five"), tokenizer()):
+    async for item in text_of(source, "two thrice", "five"):
         if isinstance(item, TextChunk):
             text += item.text
             tokens += b"".join(tokenizer().token_bytes(token.token_id) for token in item.tokens)
@@ -97,24 +102,16 @@ async def test_a_marker_of_one_token_is_not_cut_by_an_unrelated_stop_string() ->
 
 async def test_closing_early_cancels() -> None:
     source = ScriptedSource(lambda _: one_by_one("one two three"))
-    async with aclosing(generate(source, request(), tokenizer())) as items:
+    async with aclosing(text_of(source)) as items:
         await anext(items)
     assert source.cancelled == ["r"]
     assert not source.running
 
 
-async def test_failures_pass_through_and_a_stream_without_end_is_one() -> None:
+async def test_failures_pass_through() -> None:
     lost = KvferryError(ErrorCode.UNAVAILABLE, "lost")
     with pytest.raises(KvferryError, match="lost"):
         await collect([ids_of("one"), lost])
-
-    class Endless(ScriptedSource):
-        async def tokens(self, request: GenerationRequest):  # type: ignore[no-untyped-def]
-            return
-            yield
-
-    with pytest.raises(KvferryError, match="without saying why"):
-        [item async for item in generate(Endless(lambda _: []), request(), tokenizer())]
 
 
 @settings(max_examples=60, deadline=None)

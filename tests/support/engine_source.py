@@ -12,7 +12,8 @@ from engine.options import EngineOptions
 from engine.wire import build_sequence, finish_reason, prompt_logprobs, token_output
 from kvferry_rpc.common_pb2 import FinishReason, KVReceipt
 from kvferry_rpc.internal_pb2 import Admit
-from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd
+from router.generation import GenerationRequest, Sink, TokenBatch, TokenEnd
+from tests.support.sinks import EnoughTokens, play
 
 
 class EngineSource:
@@ -26,8 +27,11 @@ class EngineSource:
         )
         self._outputs: dict[str, deque[SequenceOutput]] = {}
 
-    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenBatch | TokenEnd, None]:
+    async def run(self, request: GenerationRequest, sink: Sink[TokenBatch]) -> TokenEnd:
         """See TokenSource. A request that cannot be finished fails the test."""
+        return await play(self.tokens(request), sink)
+
+    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenBatch | TokenEnd, None]:
         message = Admit(
             request_id=request.request_id,
             attempt=1,

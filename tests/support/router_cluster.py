@@ -5,7 +5,7 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,13 +18,15 @@ from router.dispatch.receipts import ReceiptStore
 from router.dispatch.worker_links import WorkerLinks
 from router.generation import GenerationRequest, TokenBatch, TokenEnd
 from router.observation.metrics import RouterMetrics
-from router.workers.worker_registry import AttachedWorker, WorkerRegistry
+from router.workers.attached_worker import AttachedWorker
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import SystemClock
 from runtime.errors import KvferryError
 from runtime.grpc_life import channel
 from tests.support.fake_model import continuation
 from tests.support.fake_moves import MovingDecode
 from tests.support.fake_workers import SECRET, Fabric, FakeDecode, FakePrefill
+from tests.support.sinks import Collected, pulled
 
 PROMPT = tuple(range(40))
 ANSWER = continuation(PROMPT, 8)
@@ -103,18 +105,15 @@ class RouterCluster:
         return replace(request, **changes)
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenBatch | TokenEnd, None]:
-        return cast(AsyncGenerator[TokenBatch | TokenEnd, None], self.dispatcher.tokens(request))
+        """An answer whose reader takes its time: it stands still until it is asked for more."""
+        return pulled(lambda sink: self.dispatcher.run(request, sink))
 
     async def run(self, request: GenerationRequest) -> Answer:
-        """Read an answer to its end."""
-        tokens: list[int] = []
-        indices: list[int] = []
-        async for item in self.stream(request):
-            if isinstance(item, TokenEnd):
-                return Answer(tokens, indices, item)
-            tokens.extend(token.token_id for token in item.tokens)
-            indices.extend(token.index for token in item.tokens)
-        raise AssertionError("the stream has no end")
+        """Take a whole answer, as fast as it comes."""
+        sink = Collected[TokenBatch]()
+        end = await self.dispatcher.run(request, sink)
+        tokens = [token for batch in sink.items for token in batch.tokens]
+        return Answer([token.token_id for token in tokens], [token.index for token in tokens], end)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Let the event loop run until it holds."""

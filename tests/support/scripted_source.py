@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry_rpc.common_pb2 import FinishReason, KVReceipt, PromptTokenLogprob, TokenLogprob, TokenOutput
-from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd
+from router.generation import GenerationRequest, Sink, TokenBatch, TokenEnd
+from tests.support.sinks import EnoughTokens, play
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class ScriptedSource:
         self.cancelled: list[str] = []
         self.had_enough: list[str] = []
         self.changed = asyncio.Event()
+
+    async def run(self, request: GenerationRequest, sink: Sink[TokenBatch]) -> TokenEnd:
+        """See TokenSource. It pushes what `tokens` yields."""
+        return await play(self.tokens(request), sink)
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenBatch | TokenEnd, None]:
         self.requests.append(request)
