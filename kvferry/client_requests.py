@@ -1,5 +1,6 @@
 """From the arguments of the Python client to gRPC requests. Ranges are the router's business."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypedDict
@@ -90,7 +91,8 @@ def text_request(
 
 def request_for_chat(model: str, messages: Sequence[AnyMessage], n: int, options: ChatOptions) -> GenerateRequest:
     """Raises KvferryError (INVALID_REQUEST) for what protobuf cannot hold, naming the option."""
-    request = GenerateRequest(model=model, chat=_chat(messages), tools=_tools(options.get("tools")))
+    chat, tools = _chat(messages), _tools(options.get("tools"))
+    request: GenerateRequest = _held("model", lambda: GenerateRequest(model=model, chat=chat, tools=tools))
     choice = options.get("tool_choice")
     if isinstance(choice, Tool):
         request.tool_choice.function = choice.name
@@ -104,7 +106,7 @@ def request_for_chat(model: str, messages: Sequence[AnyMessage], n: int, options
 
 def request_for_text(model: str, prompt: str | Sequence[int], n: int, options: GenerationOptions) -> GenerateRequest:
     """The same for a text, or token ids, to be continued."""
-    request = GenerateRequest(model=model)
+    request: GenerateRequest = _held("model", lambda: GenerateRequest(model=model))
     if isinstance(prompt, str):
         _set(request, "text", prompt)
     else:
@@ -116,9 +118,11 @@ def request_to_tokenize(
     model: str, prompt: str | Sequence[AnyMessage], tools: Sequence[Tool] | None
 ) -> TokenizeRequest:
     """The same for a text or a conversation to be tokenised."""
+    chat = None if isinstance(prompt, str) else _chat(prompt)
+    request: TokenizeRequest = _held("model", lambda: TokenizeRequest(model=model, chat=chat, tools=_tools(tools)))
     if isinstance(prompt, str):
-        return TokenizeRequest(model=model, text=prompt, tools=_tools(tools))
-    return TokenizeRequest(model=model, chat=_chat(prompt), tools=_tools(tools))
+        _set(request, "text", prompt, "prompt")
+    return request
 
 
 def _filled(request: GenerateRequest, n: int, options: GenerationOptions) -> GenerateRequest:
@@ -134,17 +138,17 @@ def _filled(request: GenerateRequest, n: int, options: GenerationOptions) -> Gen
         _held("logit_bias", lambda: [LogitBias(token_id=token_id, bias=value) for token_id, value in bias.items()])
     )
     if (answer_format := options.get("response_format")) is not None:
-        sampling.grammar.CopyFrom(_grammar(answer_format))
+        sampling.grammar.CopyFrom(_held("response_format", lambda: _grammar(answer_format)))
     request.has_seed = options.get("seed") is not None
     stop = options.get("stop") or ()
-    request.stop.extend((stop,) if isinstance(stop, str) else stop)
+    _held("stop", lambda: request.stop.extend((stop,) if isinstance(stop, str) else stop))
     for name in ("cache_salt", "priority", "slo", "with_receipt"):
         _set(request, name, values.get(name))
     _set(request, "n", n)
     return request
 
 
-def _set(message: SamplingParams | GenerateRequest, field: str, value: Any, option: str = "") -> None:
+def _set(message: SamplingParams | GenerateRequest | TokenizeRequest, field: str, value: Any, option: str = "") -> None:
     if value is not None:
         _held(option or field, lambda: setattr(message, field, value))
 
@@ -184,15 +188,12 @@ def _message(index: int, message: AnyMessage) -> ChatMessage:
 
 
 def _tools(tools: Sequence[Tool] | None) -> list[public_pb2.Tool]:
-    return [
-        public_pb2.Tool(
-            name=tool.name,
-            description=tool.description,
-            parameters_json="" if tool.parameters is None else _json(f"tools[{index}].parameters", tool.parameters),
-            strict=tool.strict,
-        )
-        for index, tool in enumerate(tools or ())
-    ]
+    return [_held(f"tools[{index}]", functools.partial(_tool, index, tool)) for index, tool in enumerate(tools or ())]
+
+
+def _tool(index: int, tool: Tool) -> public_pb2.Tool:
+    parameters = "" if tool.parameters is None else _json(f"tools[{index}].parameters", tool.parameters)
+    return public_pb2.Tool(name=tool.name, description=tool.description, parameters_json=parameters, strict=tool.strict)
 
 
 def _grammar(asked: ResponseFormat) -> Grammar:

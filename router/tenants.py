@@ -98,6 +98,12 @@ class Tenant:
             raise invalid("priority", f"may be at most {self.max_priority} with this API key")
         return priority
 
+    def check_choices(self, num_sequences: int, field_name: str) -> None:
+        """Raises KvferryError when one request is for more sequences than the tenant may ever have at a time."""
+        most = self.max_in_flight
+        if most is not None and num_sequences > most:
+            raise invalid(field_name, f"times the number of prompts may be at most {most} with this API key")
+
 
 class TenantDirectory:
     """Knows the tenants by key and by name. Event-loop thread only."""

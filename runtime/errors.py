@@ -25,6 +25,8 @@ _STATUS: dict["ErrorCode.ValueType", tuple[int, grpc.StatusCode]] = {
 }
 
 _MAX_MESSAGE_CHARS = 2000
+# Their messages say what is wrong with a field, and may quote it.
+_CLIENTS_FAULT = (ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.UNKNOWN_MODEL)
 # gRPC itself refuses such messages, with the status of an overload; but a retry cannot help.
 _TOO_LARGE = "message larger than max"
 
@@ -54,6 +56,12 @@ class KvferryError(Exception):
     def code_name(self) -> str:
         """The code in lower case, as in logs and metrics: `handoff_failed`."""
         return common_pb2.ErrorCode.Name(self.code).lower()
+
+    @property
+    def log_text(self) -> str:
+        """The error for a log line, or for another process that may log it. Of what a client did wrong only the code
+        and the field: the message is for the client, whose text it may quote."""
+        return f"{self.code_name}: {self.field if self.code in _CLIENTS_FAULT else self.message}"
 
     @property
     def http_status(self) -> int:

@@ -84,15 +84,18 @@ class JsonLinesExporter(SpanExporter):
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._is_torn = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """A line goes out in one write, so that processes may share the file."""
+        """A line goes out in one write to the end of the file, so that processes may share it. Where only a part of one
+        could be written (the disk is full), the next begins on a line of its own."""
         try:
             for span in spans:
-                os.write(self._file, (span.to_json(indent=None) + "\n").encode())
+                line = ("\n" * self._is_torn + span.to_json(indent=None) + "\n").encode()
+                self._is_torn = os.write(self._file, line) < len(line)
         except OSError:
             return SpanExportResult.FAILURE
-        return SpanExportResult.SUCCESS
+        return SpanExportResult.FAILURE if self._is_torn else SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
         """Called once, after the last export."""

@@ -129,6 +129,9 @@ class TracingOptions:
         """Raises ValueError naming the flag."""
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError("--otlp-endpoint must begin with http:// or https://")
+        if "@" in self.otlp_endpoint:
+            # Flags and files are shown to whoever asks; and nobody would read it.
+            raise ValueError("--otlp-endpoint takes no user or password")
 
 
 def open_tracer(options: TracingOptions, process: str, clock: Clock) -> Tracer | None:

@@ -14,7 +14,7 @@ from router.observation.live_requests import LiveRequests, RequestView
 from router.observation.page_fields import (
     first_token_at,
     percentile_fields,
-    request_fields,
+    shown_requests,
     time_per_token_s,
     worker_fields,
 )
@@ -77,7 +77,7 @@ class LivePage:
                 self._shared = self._look()
             shared, views, now = self._shared
             seen = [view for view in views if tenant.may_see(view.tenant)]
-            self._states[tenant] = orjson.dumps({**shared, "requests": request_fields(seen, now)})
+            self._states[tenant] = orjson.dumps({**shared, "requests": shown_requests(seen, now)})
         return self._states[tenant]
 
     async def states(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:

@@ -54,8 +54,7 @@ class RouterMetrics:
             "kvferry_requests_ended", "Requests that ended, by outcome; their sum is received less those in flight.",
             ["outcome"], registry=registry,
         )  # fmt: skip
-        for outcome in _OUTCOMES:
-            self.ended.labels(outcome)
+        self._ended = {outcome: self.ended.labels(outcome) for outcome in _OUTCOMES}
         self.sheds = Counter(
             "kvferry_requests_shed", "Requests refused for want of capacity, by why and by class.",
             ["reason", "slo"], registry=registry,
@@ -67,6 +66,7 @@ class RouterMetrics:
         for name in SLO_NAMES:
             for outcome in _SLO_OUTCOMES:
                 self.slo.labels(name, outcome)
+        self.slo_met = self.slo_missed = 0  # The same over all classes; cancelled requests count nowhere.
         self.retries = Counter("kvferry_retries", "Attempts after a failed one.", registry=registry)
         self.migrations = Counter(
             "kvferry_migrations", "Answers that were to leave a decode worker that drains, by what became of them.",
@@ -79,8 +79,7 @@ class RouterMetrics:
         self.receipts = Counter(
             "kvferry_receipts", "Receipts of finished requests, by what they prove.", ["proof"], registry=registry
         )
-        for proof in PROOFS:
-            self.receipts.labels(proof)
+        self._receipts = {proof: self.receipts.labels(proof) for proof in PROOFS}
         self.handoffs = Counter(
             "kvferry_handoffs", "Attempts that placed a prompt's KV, by transport and outcome; `local` moved nothing.",
             ["transport", "outcome"], registry=registry,
@@ -142,11 +141,15 @@ class RouterMetrics:
             outcome = "failed"
             raise
         finally:
-            self.ended.labels(outcome).inc()
+            self._ended[outcome].inc()
             self._tenants.ended(tenant, outcome, meter)
             if slo is not None:
-                without = "cancelled" if outcome == "cancelled" else "no_answer"
-                self.slo.labels(slo.name, meter.slo_outcome or without).inc()
+                self._count_slo(slo, meter.slo_outcome or ("cancelled" if outcome == "cancelled" else "no_answer"))
+
+    def _count_slo(self, slo: SloClass, outcome: str) -> None:
+        self.slo.labels(slo.name, outcome).inc()
+        self.slo_met += outcome == "met"
+        self.slo_missed += outcome not in ("met", "cancelled")
 
     def shed(self, reason: ShedReason, slo_name: str) -> None:
         """A request was refused for want of capacity."""
@@ -161,7 +164,7 @@ class RouterMetrics:
     def handoff_committed(self, receipt: KVReceipt, rules: HandoffRules = _NO_RULES) -> None:
         """An attempt placed its KV and finished."""
         transport = _transport_label(receipt.transport)
-        self.receipts.labels(proof_of(receipt)).inc()
+        self._receipts[proof_of(receipt)].inc()
         self.handoffs.labels(transport, "committed").inc()
         self.bytes_moved.labels(transport).inc(receipt.bytes_sent)
         self.pulled_tokens.inc(receipt.pulled_tokens)

@@ -5,6 +5,7 @@ from typing import Any
 
 from router.observation.live_requests import Phase, RequestView
 from router.observation.recent import WINDOW_S, Percentiles
+from router.observation.request_fields import request_fields
 from router.policy import Health
 from router.workers.worker_registry import Departure, WorkerView
 
@@ -31,7 +32,7 @@ def worker_fields(views: Sequence[WorkerView], departures: Iterable[Departure], 
     return sorted(fields, key=lambda worker: (worker["role"] != "prefill", worker["id"]))
 
 
-def request_fields(views: Sequence[RequestView], now: float) -> list[dict[str, Any]]:
+def shown_requests(views: Sequence[RequestView], now: float) -> list[dict[str, Any]]:
     """Those in flight, the oldest first, then those that ended in the last minute, the last one first."""
     live = [view for view in views if not view.phase.is_end]
     ended = [view for view in views if view.phase.is_end and now - view.since < WINDOW_S]
@@ -84,17 +85,7 @@ def _worker(view: WorkerView, state: str, gone_s: float | None) -> dict[str, Any
 def _request(view: RequestView) -> dict[str, Any]:
     receipt = view.receipt
     return {
-        "id": view.request_id,
-        "endpoint": view.endpoint,
+        **request_fields(view),
         "phases": [[begin.phase.value, round(begin.began_at, 3), begin.worker] for begin in view.phases],
-        "attempt": view.attempt,
-        "prefill_worker": view.prefill_worker,
-        "decode_worker": view.decode_worker,
-        "prompt_tokens": view.prompt_tokens,
-        "cached_tokens": view.cached_tokens,
-        "output_tokens": view.output_tokens,
-        "max_tokens": view.max_tokens,
-        "waits_for": view.waits_for,
-        "error": view.error,
         "bytes_sent": receipt.bytes_sent if receipt is not None else None,
     }

@@ -19,7 +19,9 @@ _NOT_SUPPORTED: Final = "is not supported by this server"
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raises KvferryError (INVALID_REQUEST) naming the field of the message that is not right for its role."""
+    """Raises KvferryError (INVALID_REQUEST) naming the field of the message that is not right for its role, or of the
+    result that is of no call before it."""
+    called: set[str] = set()
     for index, message in enumerate(messages):
         field = f"messages[{index}]"
         if message.role != "assistant":
@@ -35,6 +37,9 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise invalid(f"{field}.name", _NOT_SUPPORTED + " but in messages of the role tool")
         if message.content is None and not message.tool_calls:
             raise invalid(f"{field}.content", "is required: a string or a list of text parts")
+        if message.role == "tool" and message.tool_call_id not in called:
+            raise invalid(f"{field}.tool_call_id", "names no call of a message of the assistant before it")
+        called.update(call.id for call in message.tool_calls or ())
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from router.plans.completion_plan import completion_prompts, num_candidates, wan
 from router.plans.structured_output import grammar_of
 from router.text.chat_format import NO_CHAT_FORMAT, ChatFormat
 from router.text.chat_reader import ChatSyntax
-from router.text.tools import chat_syntax, tool_use
+from router.text.tools import ToolUse, chat_syntax, tool_use
 from runtime.errors import KvferryError, invalid
 from runtime.limits import (
     MAX_CHOICES,
@@ -90,6 +90,16 @@ class GenerationPlan:
         """Answers of each prompt that are returned."""
         return self.num_choices if self.num_returned is None else self.num_returned
 
+    @property
+    def num_sequences(self) -> int:
+        """Answers that are generated, of all prompts together."""
+        return len(self.prompts) * self.num_choices
+
+    @property
+    def choices_field(self) -> str:
+        """The field that says how many for each prompt."""
+        return "n" if self.num_returned is None else "best_of"
+
 
 @dataclass(frozen=True, slots=True)
 class RequestScope:
@@ -128,7 +138,7 @@ def plan_chat(body: ChatBody, limits: ModelLimits) -> GenerationPlan:
     check_messages(body.messages)
     tools = requested_tools(body)
     grammar = chat_grammar(body, tools)
-    plan = _plan(
+    return _plan(
         body,
         limits,
         (Conversation(tuple(body.messages), tools.tools),),
@@ -136,8 +146,8 @@ def plan_chat(body: ChatBody, limits: ModelLimits) -> GenerationPlan:
         max_tokens_field=field,
         num_logprobs=num_logprobs,
         grammar=grammar,
+        tools=tools,
     )
-    return replace(plan, chat=chat_syntax(tools, limits.chat, has_grammar=grammar is not None))
 
 
 def plan_completion(body: CompletionBody, limits: ModelLimits) -> GenerationPlan:
@@ -242,7 +252,9 @@ def _plan(
     max_tokens_field: str,
     num_logprobs: int | None,
     grammar: Grammar | None,
+    tools: ToolUse | None = None,
 ) -> GenerationPlan:
+    """`tools`: those of a chat."""
     check_model(body.model, limits)
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
@@ -271,6 +283,7 @@ def _plan(
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         slo=body.slo or "",
+        chat=chat_syntax(tools, limits.chat, has_grammar=grammar is not None) if tools is not None else None,
         num_logprobs=num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 import kvferry
@@ -33,9 +34,11 @@ from kvferry import (
     ToolCallStart,
 )
 from kvferry.client_types import ClusterState, Completion, WorkerState
-from kvferry_rpc import public_pb2
+from kvferry_rpc import public_pb2, public_pb2_grpc
 from kvferry_rpc.common_pb2 import Grammar, KVReceipt
+from router.grpc.server import SERVICE_NAME, PublicService
 from router.text.chat_format import ChatFormat
+from runtime.grpc_life import GrpcServer, channel
 from tests.support.grpc_door import at_door, serving
 from tests.support.http_door import CONTEXT, MODEL, Door, ids_of, says, tokenizer
 from tests.support.scripted_source import Finish
@@ -198,6 +201,12 @@ async def test_a_tool_choice_is_a_word_or_a_tool(choice: Any, names: list[str]) 
         ({"tools": [Tool("f", parameters={"type": float("nan")})]}, "tools[0].parameters"),
         ({"response_format": JsonSchema({"a": object()})}, "response_format"),
         ({"slo": "gold"}, "slo"),
+        # Half of a surrogate pair is no text that protobuf could carry.
+        ({"stop": ["\ud800"]}, "stop"),
+        ({"stop": [5]}, "stop"),
+        ({"model": "\ud800"}, "model"),
+        ({"tools": [CLOCK, Tool("\ud800")]}, "tools[1]"),
+        ({"response_format": Regex("\ud800")}, "response_format"),
     ],
 )
 async def test_what_is_wrong_is_a_kvferry_error_that_names_the_option(options: dict[str, Any], field: str) -> None:
@@ -206,6 +215,37 @@ async def test_what_is_wrong_is_a_kvferry_error_that_names_the_option(options: d
             await client.chat(QUESTION, **options)
         assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, field)
         assert caller.door.source.requests == []
+
+
+async def test_text_that_is_none_is_refused_before_it_is_sent() -> None:
+    async with serving(says("x")) as caller, AsyncClient(caller.address) as client:
+        for prompt, field in (("\ud800", "prompt"), ([("user", "\ud800")], "messages[0]")):
+            with pytest.raises(KvferryError) as caught:
+                await client.tokenize(prompt)
+            assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, field)
+
+
+async def test_what_grpc_itself_refuses_is_a_kvferry_error_too() -> None:
+    # It does so before the service hears of a call, so it sends no Error of ours along.
+    door = Door(says("x"))
+    server = GrpcServer("127.0.0.1", max_received_bytes=1000)
+    service = PublicService(door.services, public_pb2.ClusterStateResponse)
+    server.add_service(public_pb2_grpc.add_KvferryServicer_to_server, service, SERVICE_NAME, internal=False)
+    await server.start()
+    try:
+        async with AsyncClient(server.address) as client:
+            with pytest.raises(KvferryError, match="message larger than max") as caught:
+                await client.complete("x" * 2000)
+            assert caught.value.code == ErrorCode.INVALID_REQUEST
+        async with channel(server.address) as link:
+            raw = link.unary_stream(f"/{SERVICE_NAME}/Generate")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                # Field 1, the model, with two bytes that are no UTF-8.
+                [part async for part in raw(b"\x0a\x02\xff\xff")]
+        assert KvferryError.from_rpc(refused.value, "the router").code == ErrorCode.INTERNAL
+    finally:
+        await server.stop(0)
+    assert door.source.requests == []
 
 
 async def test_leaving_a_stream_cancels_the_generation() -> None:

@@ -133,6 +133,10 @@ async def test_what_a_client_names_is_never_fetched(form: str) -> None:
         ),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "i"}]}]},
+            "messages[0].content[0] names no call",
+        ),
+        (
             {
                 "system": "S",
                 "messages": [
@@ -177,6 +181,15 @@ FLAT = {"type": "function", "name": "f", "parameters": {"type": "object"}}
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}}, "text.format.schema"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
+        (
+            {
+                "input": [
+                    {"type": "function_call_output", "call_id": "i", "output": "x"},
+                    {"role": "user", "content": "Q"},
+                ]
+            },
+            "input[0]",
+        ),
         ({"input": [{"role": "user", "content": "Q"}, {"type": "item_reference", "id": "i"}]}, "input[1].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "output_text", "text": "x", "more": 1}]}]},

@@ -11,7 +11,7 @@ import pytest
 from kvferry_rpc.common_pb2 import FinishReason, Grammar
 from router.http.protocol import HttpServer
 from router.text.chat_format import ChatFormat
-from tests.support.http_door import MODEL, Door, chat_body, events
+from tests.support.http_door import MODEL, Door, chat_body, completion_body, events, says
 from tests.support.scripted_source import Finish, Script
 from tests.support.tool_templates import CLOCK, TOOLS, WEATHER, tokenizer_of, tool_door, written
 
@@ -264,6 +264,22 @@ async def test_a_message_is_checked_by_its_role(message: dict[str, Any], field: 
     assert answer.json()["error"]["param"].replace("[0]", "").replace("[]", "") == f"messages.{field}"
 
 
+async def test_a_result_must_name_a_call_before_it() -> None:
+    call = assistant_call(id="c1", function={"name": "clock", "arguments": "{}"})
+    result = {"role": "tool", "content": "12:00"}
+    door = door_of("never")
+    for messages, index in (
+        ([{**result, "tool_call_id": "c1"}, call], 0),
+        ([call, {**result, "tool_call_id": "c2"}], 1),
+        ([call, {**result, "tool_call_id": "c1"}, {**result, "tool_call_id": ""}], 2),
+    ):
+        answer = await door.post(CHAT, chat_body(messages=messages))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"messages[{index}].tool_call_id")
+    assert not door.source.requests
+    twice = [*QUESTION, call, {**result, "tool_call_id": "c1"}, *QUESTION, {**result, "tool_call_id": "c1"}]
+    assert (await door.post(CHAT, chat_body(messages=twice))).status_code == 200
+
+
 async def test_a_model_without_a_place_for_tools_refuses_them() -> None:
     unknown = await door_of("never", chat=ChatFormat()).post(CHAT, chat_body(tools=TOOLS))
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "tools")
@@ -290,6 +306,23 @@ async def test_reasoning_is_split_off_in_streams_and_bodies(opened: bool) -> Non
     assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == message.reasoning_content
     assert "".join(delta.content or "" for delta in deltas) == message.content
     assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_usage_of_a_chat_counts_the_tokens_of_its_reasoning(stream: bool) -> None:
+    door = door_of(THOUGHT, chat=ChatFormat(reasoning=True))
+    body = chat_body(stream=stream, n=2, seed=1, **({"stream_options": {"include_usage": True}} if stream else {}))
+    answer = await door.post(CHAT, body)
+    usage = events(answer.content)[-2]["usage"] if stream else answer.json()["usage"]
+    reasoning_tokens = usage["completion_tokens_details"]["reasoning_tokens"]
+    # What belongs to the reasoning is known once its end is: at the closing marker, which may take several tokens.
+    least, most = (
+        2 * len(tokenizer_of("hermes").encode(text, add_special_tokens=False))
+        for text in ("<think>\nLet me <b>think</b>.", "<think>\nLet me <b>think</b>.\n</think>")
+    )
+    assert least <= reasoning_tokens <= most
+    plain = await Door(says("Hello.")).post("/v1/completions", completion_body())
+    assert "completion_tokens_details" not in plain.json()["usage"]
 
 
 async def test_reasoning_goes_before_calls() -> None:

@@ -23,6 +23,15 @@ SHORTER = "a " * (CONTEXT // 3)
 MANY = CONTEXT // 3
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_older() -> Iterator[None]:
+    """What other tests have left is no business of the collector here: looking at it would take all the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @contextmanager
 def collected() -> Iterator[list[Any]]:
     """What the collector finds at the end of the block that nothing else would have freed."""

@@ -300,6 +300,21 @@ async def test_one_request_too_many_is_refused_at_once_as_overload() -> None:
         await caller.door.source.wait_until(lambda source: not source.running)
 
 
+async def test_both_doors_together_have_one_bound() -> None:
+    release = asyncio.Event()
+    door = Door(lambda _: [release, [5]], max_requests=2)
+    async with at_door(door) as caller:
+        answer = asyncio.create_task(door.post(CHAT, chat_body()))
+        call = asyncio.create_task(caller.generate(text="x"))
+        await door.source.wait_until(lambda source: len(source.running) == 2)
+        assert (await door.post(CHAT, chat_body())).status_code == 429
+        assert (await caller.refusal(text="y"))[1].code == ErrorCode.OVERLOADED
+        release.set()
+        assert (await answer).status_code == 200
+        assert await call
+        assert door.services.cap.in_flight == 0
+
+
 async def test_reflection_tells_all_that_a_caller_needs_to_know() -> None:
     async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
         yield reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME)

@@ -44,6 +44,7 @@ async def test_a_chat_answer_has_openais_shape() -> None:
         "completion_tokens": len(ids_of("Hello there.")),
         "total_tokens": len(prompt) + len(ids_of("Hello there.")),
         "prompt_tokens_details": {"cached_tokens": 16},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert "kv_receipt" not in body
 
@@ -314,12 +315,12 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenised_starts_nothing
     door = Door(says("x"))
     asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def slow_encode(text: str) -> list[int]:
+    async def slow_encode(text: str, **_: object) -> list[int]:
         asked.set()
         await answer.wait()
         return [1]
 
-    door.services.tokenizer.encode = slow_encode  # type: ignore[method-assign,assignment]
+    door.services.tokenizer.encode = slow_encode  # type: ignore[method-assign]
     call = door.call(COMPLETIONS, completion_body())
     await asked.wait()
     call.disconnect()
@@ -331,10 +332,10 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenised_starts_nothing
 async def test_a_defect_before_the_cluster_sees_the_request_is_counted_too() -> None:
     door = Door(says("x"))
 
-    async def broken_encode(text: str) -> list[int]:
+    async def broken_encode(text: str, **_: object) -> list[int]:
         raise RuntimeError
 
-    door.services.tokenizer.encode = broken_encode  # type: ignore[method-assign,assignment]
+    door.services.tokenizer.encode = broken_encode  # type: ignore[method-assign]
     assert (await door.post(COMPLETIONS, completion_body())).status_code == 500
     assert door.refused == ["internal"]
 

@@ -203,12 +203,27 @@ async def test_a_tenant_over_its_rate_gets_429_and_when_to_come_back(tmp_path: P
     assert front.refused == ["overloaded"]
 
 
+async def test_more_choices_than_the_tenant_may_ever_have_at_a_time_are_refused_for_good(tmp_path: Path) -> None:
+    front = door(tmp_path, max_in_flight=3)
+    for path, body, field in (
+        (CHAT, chat_body(n=4), "n"),
+        ("/v1/completions", completion_body(prompt=["x", "y"], n=2), "n"),
+        ("/v1/completions", completion_body(n=1, best_of=4), "best_of"),
+    ):
+        answer = await front.post(path, body, headers=RED)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert "at most 3 with this API key" in answer.json()["error"]["message"]
+    assert front.source.requests == []
+    assert (await front.post(CHAT, chat_body(n=3), headers=RED)).status_code == 200
+    assert (await front.post(CHAT, chat_body(n=4), headers=BLUE)).status_code == 200
+
+
 # ---- gRPC ----
 
 
 @asynccontextmanager
-async def grpc_door(tmp_path: Path) -> AsyncIterator[tuple[Any, Door]]:
-    front = door(tmp_path)
+async def grpc_door(tmp_path: Path, **red: Any) -> AsyncIterator[tuple[Any, Door]]:
+    front = door(tmp_path, **red)
     server = GrpcServer("127.0.0.1")
     service = PublicService(front.services, public_pb2.ClusterStateResponse)
     server.add_service(public_pb2_grpc.add_KvferryServicer_to_server, service, SERVICE_NAME, internal=False)
@@ -265,6 +280,14 @@ async def test_with_a_key_grpc_answers_and_a_receipt_is_its_tenants(tmp_path: Pa
         assert (second.tenant, second.priority) == ("blue", 7)
         blue_tenant = front.services.tenants.authenticate("blue-key")
         assert second.cache_salt == blue_tenant.salt_for("a") != first.cache_salt
+
+
+async def test_over_grpc_too_a_tenant_may_not_ask_for_more_choices_than_it_can_have(tmp_path: Path) -> None:
+    async with grpc_door(tmp_path, max_in_flight=3) as (stub, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stub, (("x-api-key", "red-key"),), n=4)
+        assert Error.FromString(dict(caught.value.trailing_metadata() or ())[ERROR_METADATA_KEY]).field == "n"
+        assert await generate(stub, (("x-api-key", "red-key"),), n=3)
 
 
 async def test_a_defect_is_logged_at_both_doors_without_what_it_says(

@@ -7,7 +7,8 @@ import pytest
 from kvferry_rpc.internal_pb2 import LoadReport
 from router.admission.forecast import PoolState
 from router.admission.kv_ledger import Expectation, KVLedger
-from router.workers.worker_registry import AttachedWorker, WorkerRegistry
+from router.workers.attached_worker import AttachedWorker
+from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import ManualClock
 from tests.support.fake_workers import BLOCK_SIZE
 from tests.support.registry_parts import attach

@@ -1,82 +1,21 @@
 """The Attach stream, which keeps true what the router believes of its workers."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
-
 import grpc
+import pytest
 
 from kvferry_rpc import internal_pb2_grpc
-from kvferry_rpc.internal_pb2 import KVEvents, LoadReport, Register, Role, RouterMessage, WorkerMessage
+from kvferry_rpc.internal_pb2 import KVEvents, LoadReport, Role, WorkerMessage
 from router.policy import Health
 from router.workers.membership_service import SERVICE_NAME, MembershipService
 from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import SystemClock
-from runtime.grpc_life import GrpcServer, channel
+from runtime.grpc_life import GrpcServer
 from runtime.kv_event_log import KVEventLog
 from runtime.membership import MembershipClient, RetryTimes
+from runtime.protocol_version import CONTROL_VERSION, ProtocolVersion
+from tests.support.attach_stream import Membership, membership, registered, stream
 from tests.support.fake_workers import SECRET, registration
 from tests.support.registry_parts import block, stored
-
-
-@dataclass
-class Membership:
-    """A registry behind a real server."""
-
-    registry: WorkerRegistry
-    address: str
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.registry.subscribe(self)
-
-    def worker_attached(self, register: Register) -> None:
-        self.changed.set()
-
-    def worker_detached(self, register: Register) -> None:
-        self.changed.set()
-
-    def room_changed(self) -> None:
-        self.changed.set()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until it holds; looked at whenever a worker comes, goes or reports its load."""
-        async with asyncio.timeout(10):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-
-@asynccontextmanager
-async def membership(silence_limit_s: float = 10.0) -> AsyncIterator[Membership]:
-    registry = WorkerRegistry(SystemClock())
-    server = GrpcServer("127.0.0.1", secret=SECRET)
-    service = MembershipService(registry, "router-test", silence_limit_s=silence_limit_s)
-    server.add_service(internal_pb2_grpc.add_MembershipServicer_to_server, service, SERVICE_NAME, internal=True)
-    await server.start()
-    try:
-        yield Membership(registry, server.address)
-    finally:
-        await server.stop(0)
-
-
-@asynccontextmanager
-async def stream(address: str, secret: bytes = SECRET) -> AsyncIterator[Any]:
-    async with channel(address, secret) as link, asyncio.timeout(10):
-        call = internal_pb2_grpc.MembershipStub(link).Attach()
-        try:
-            yield call
-        finally:
-            call.cancel()
-
-
-async def registered(call: Any, register: Register) -> RouterMessage:
-    await call.write(WorkerMessage(register=register))
-    answer = await call.read()
-    assert isinstance(answer, RouterMessage), await call.details()
-    return answer
 
 
 async def test_a_worker_is_attached_for_as_long_as_its_stream_lives() -> None:
@@ -101,8 +40,26 @@ async def test_a_refused_worker_learns_why() -> None:
     async with membership() as router, stream(router.address) as call:
         await call.write(WorkerMessage(register=registration("d0", Role.DECODE, protocol_version=7)))
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "protocol_version is 7 there and 1 here" in await call.details()
+        assert (
+            f"7.0 of the protocol between routers and workers is spoken there and {CONTROL_VERSION} here"
+            in await call.details()
+        )
         assert router.registry.views() == []
+
+
+@pytest.mark.parametrize(("distance", "is_taken"), [(-1, True), (0, True), (1, True), (2, False)])
+async def test_a_worker_one_minor_version_away_is_taken_and_told_ours(distance: int, is_taken: bool) -> None:
+    minor = CONTROL_VERSION.minor + distance
+    async with membership() as router, stream(router.address) as call:
+        register = registration("d0", Role.DECODE, protocol_version=CONTROL_VERSION.major, protocol_minor=minor)
+        if is_taken:
+            answer = (await registered(call, register)).registered
+            assert ProtocolVersion(answer.protocol_version, answer.protocol_minor) == CONTROL_VERSION
+        else:
+            await call.write(WorkerMessage(register=register))
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"{CONTROL_VERSION.major}.{minor} of the protocol" in await call.details()
+            assert router.registry.views() == []
 
 
 async def test_the_first_message_must_be_the_registration() -> None:

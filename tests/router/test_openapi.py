@@ -113,6 +113,7 @@ def chat_of(**message: Any) -> dict[str, Any]:
 
 
 CALL = {"id": "i", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+RESULT = {"role": "tool", "content": "x", "tool_call_id": "i", "name": "f"}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     *((CHAT, chat_body(stop=stop)) for stop in ("", "x", "x" * 257, ["x"] * 16, ["x"] * 17, [""])),
     *((CHAT, chat_body(logit_bias=bias)) for bias in ({"1": 100}, {"1": 100.5}, {"x": 1}, {"1": -101})),
@@ -132,7 +133,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, chat_of(role="assistant", tool_calls=[])),
     (CHAT, chat_of(role="assistant", content="x", reasoning_content="x")),
     (CHAT, chat_of(role="assistant", content="x", name="x")),
-    (CHAT, chat_of(role="tool", content="x", tool_call_id="i", name="f")),
+    (CHAT, chat_body(messages=[{"role": "assistant", "tool_calls": [CALL]}, RESULT])),
     (CHAT, chat_of(role="tool", content="x")),
     (CHAT, chat_of(role="tool", tool_call_id="i")),
     *((COMPLETIONS, completion_body(prompt=prompt)) for prompt in ([1], [[1]], ["x"], [], [[]], [1, "x"], ["x"] * 17)),

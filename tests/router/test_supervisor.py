@@ -18,6 +18,7 @@ from router.config import RouterConfig
 from router.supervisor import free_run, hold_port, supervise
 from runtime.child_process import LaunchError
 from runtime.config import parse_config
+from runtime.restart_wait import RestartWait
 
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_process.py")
 FLAGS = ["--model=m", "--cluster-secret-file=s", "--http-port=0", "--grpc-port=0", "--internal-port=0"]
@@ -70,7 +71,7 @@ async def test_it_is_ready_when_all_are_and_ends_when_all_have_drained(capsys: p
 async def test_a_process_that_ends_is_started_again_and_the_other_goes_on(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.supervisor._FIRST_RESTART_WAIT_S", 0.01)
+    monkeypatch.setattr("router.supervisor.RestartWait", lambda: RestartWait(first_s=0.01))
     async with supervised(capfd) as (ready, _, _):
         first, second = ready["processes"]
         os.kill(first, signal.SIGKILL)
@@ -125,12 +126,14 @@ def test_nonsense_is_refused_by_the_name_of_the_flag(values: dict[str, Any], sai
 @pytest.mark.e2e
 async def test_two_real_processes_answer_at_one_port_and_each_at_its_own(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret of two routers")
-    model = Path(__file__).parents[1] / "data" / "tiny-real"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "router", f"--model={model}", f"--cluster-secret-file={tmp_path / 'secret'}",
-        *FLAGS[2:], "--router-processes=2", "--exit-on-stdin-close",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    model, spans, log = Path(__file__).parents[1] / "data" / "tiny-real", tmp_path / "spans", tmp_path / "log"
+    with log.open("w") as errors:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router", f"--model={model}", f"--cluster-secret-file={tmp_path / 'secret'}",
+            *FLAGS[2:], "--router-processes=2", "--exit-on-stdin-close", f"--trace-file={spans}",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+    asked = {"model": "tiny-real", "prompt": "x"}
     try:
         assert process.stdout is not None
         assert process.stdin is not None
@@ -138,9 +141,16 @@ async def test_two_real_processes_answer_at_one_port_and_each_at_its_own(tmp_pat
         async with httpx.AsyncClient(timeout=15) as http:
             for port in (ready["http_port"], ready["process_port"], ready["process_port"] + 1):
                 assert (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+            for port in (ready["process_port"], ready["process_port"] + 1):
+                # There is no worker.
+                assert (await http.post(f"http://127.0.0.1:{port}/v1/completions", json=asked)).status_code == 503
         process.stdin.close()
         assert await asyncio.wait_for(process.wait(), 30) == 0
         assert not any(map(is_alive, ready["processes"]))
+        requests = [span for span in map(json.loads, spans.read_text().splitlines()) if span["name"] == "request"]
+        assert len({span["resource"]["attributes"]["service.instance.id"] for span in requests}) == len(requests) == 2
+        for pid in ready["processes"]:
+            assert f"router-{pid}" in log.read_text(), "a line of the log says whose it is"
     finally:
         if process.returncode is None:
             process.kill()

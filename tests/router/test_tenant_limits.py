@@ -3,19 +3,20 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry_rpc.common_pb2 import ErrorCode, SamplingParams
-from router.generation import EnoughTokens, GenerationRequest, TokenBatch, TokenEnd
+from router.generation import GenerationRequest, TokenBatch, TokenEnd
 from router.tenant_limits import MeteredSource, TenantLimiter, TokenBucket
 from router.tenants import Tenant, TenantDirectory
 from runtime.clock import ManualClock
 from runtime.errors import KvferryError
 from tests.support.scripted_source import Finish, Script, ScriptedSource
+from tests.support.sinks import EnoughTokens, pulled
 
 
 def tenant(**limits: Any) -> Tenant:
@@ -136,7 +137,7 @@ class Door:
 
     def tokens(self, prompt: int = 10, most: int = 20) -> AsyncGenerator[TokenBatch | TokenEnd, None]:
         request = GenerationRequest("r", tuple(range(prompt)), SamplingParams(max_tokens=most), 1e9, tenant="red")
-        return cast(AsyncGenerator[TokenBatch | TokenEnd, None], self.source.tokens(request))
+        return pulled(lambda sink: self.source.run(request, sink))
 
     async def read(self, **shape: int) -> list[TokenBatch | TokenEnd]:
         async with aclosing(self.tokens(**shape)) as tokens:

@@ -301,11 +301,11 @@ class Gate:
         self.open = threading.Event()
         self.threads: set[str] = set()
 
-    def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         self.threads.add(threading.current_thread().name)
         self.started.set()
         assert self.open.wait(20)
-        return tiny_real().encode(text, field=field, add_special_tokens=add_special_tokens)
+        return tiny_real().encode(text, **options)
 
 
 async def test_the_async_tokenizer_gives_the_results_of_the_plain_one() -> None:

@@ -62,3 +62,8 @@ def test_an_error_that_names_no_status_is_internal() -> None:
 def test_a_refused_field_is_named_in_the_message() -> None:
     error = invalid("top_p", "must be in (0, 1]")
     assert (error.code, error.field, str(error)) == (ErrorCode.INVALID_REQUEST, "top_p", "top_p must be in (0, 1]")
+
+
+def test_what_a_client_did_wrong_is_logged_without_its_words() -> None:
+    assert invalid("stop", "is 'a secret'").log_text == "invalid_request: stop"
+    assert KvferryError(ErrorCode.HANDOFF_FAILED, "block 3 differs").log_text == "handoff_failed: block 3 differs"

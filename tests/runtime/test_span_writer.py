@@ -1,6 +1,9 @@
 """Spans on their way through OpenTelemetry's SDK: into a file, and to a collector."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from runtime.clock import SystemClock
 from runtime.tracing import Span, TraceContext, Tracer, TracingOptions, open_tracer
 
+ROOT_DIR = Path(__file__).parents[2]
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ROOT, CHILD = TraceContext(TRACE, "1" * 16), TraceContext(TRACE, "2" * 16)
 
@@ -62,6 +66,53 @@ def test_processes_may_share_the_file(tmp_path: Path) -> None:
     for writer in writers:
         writer.close()
     assert len(lines(path)) == 200
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+
+from runtime.clock import SystemClock
+from runtime.tracing import Span, TraceContext, TracingOptions, open_tracer
+
+clock = SystemClock()
+tracer = open_tracer(TracingOptions(trace_file=Path(sys.argv[1])), sys.argv[2], clock)
+sys.stdin.readline()
+for number in range(1, 301):
+    trace = TraceContext(f"{number:032x}", f"{number:016x}")
+    tracer.emit([Span("request", trace, "", 0.0, clock.now(), {"kvferry.filling": sys.argv[2] * 3000})])
+tracer.close()
+"""
+
+
+def test_lines_of_processes_that_write_at_the_same_time_are_whole(tmp_path: Path) -> None:
+    path = tmp_path / "spans"
+    command = [sys.executable, "-c", _WRITER, str(path)]
+    writers = [subprocess.Popen([*command, name], stdin=subprocess.PIPE, cwd=ROOT_DIR) for name in "ab"]
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write(b"\n")
+        writer.stdin.close()
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    fillings = [line["attributes"]["kvferry.filling"] for line in lines(path)]
+    assert sorted(fillings) == ["a" * 3000] * 300 + ["b" * 3000] * 300
+
+
+def test_behind_a_line_that_the_disk_had_no_room_for_the_next_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write, room = tmp_path / "spans", os.write, [10]
+
+    def short(file: int, data: bytes) -> int:
+        return write(file, data[: room.pop()] if room else data)
+
+    monkeypatch.setattr(os, "write", short)
+    writer = tracer(TracingOptions(trace_file=path))
+    writer.emit(spans(SystemClock()))
+    writer.close()
+    torn, whole = path.read_text().splitlines()
+    assert len(torn) == 10
+    assert json.loads(whole)["name"] == "queue"
 
 
 def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:

@@ -396,6 +396,4 @@ def test_the_orders_tried_reach_every_kind_of_end() -> None:
         assert ("error", code) in ends
     assert ("error", ErrorCode.INVALID_REQUEST) in ends
     assert ("done", 0) in ends
-    assert committed
-    assert pulled
-    assert min(exported, handed_over) > 0
+    assert min(committed, pulled, exported, handed_over) > 0

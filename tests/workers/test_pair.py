@@ -4,19 +4,16 @@ The models are seeded random checkpoints, and log probabilities are compared as 
 hardly look at the middle of its context, so its text alone would prove little.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from kv_transfer.faults import FaultPlan
 from kvferry_rpc.common_pb2 import ErrorCode, SamplingParams
-from tests.support.worker_pair import Outcome, WorkerPair
+from tests.support.pair_checks import TOKENS, TOLERANCE, greedy, largest_difference
+from tests.support.worker_pair import WorkerPair
 
-_TOKENS = [int(token) for token in torch.randint(3, 96, (60,), generator=torch.Generator().manual_seed(4))]
-_TOLERANCE = 1e-4
 BLOCK = 8
 CHUNK = 16
 # Attention does not care about the order of full blocks (positions are inside K), so the swap takes the last, partly
@@ -28,28 +25,15 @@ MUTATIONS = {
 }
 
 
-def greedy(max_tokens: int = 10) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, num_logprobs=0)
-
-
-def largest_difference(model: PreTrainedModel, prompt: Sequence[int], outcome: Outcome) -> float:
-    """The most by which a log probability of the answer differs from what transformers says of the same tokens."""
-    answer = outcome.token_ids
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-    return float((expected - torch.tensor([token.logprob for token in outcome.tokens])).abs().max())
-
-
 @pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
 def test_prompts_of_every_length_around_a_block_and_a_chunk_have_the_log_probabilities_of_transformers(
     model: PreTrainedModel, checkpoint: Path, cache: Path, transport: str
 ) -> None:
     with WorkerPair(checkpoint, cache, transport=transport, token_budget=CHUNK) as pair:
         for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7):
-            prompt = _TOKENS[:length]
+            prompt = TOKENS[:length]
             outcome = pair.run(prompt, greedy())
-            assert largest_difference(model, prompt, outcome) < _TOLERANCE
+            assert largest_difference(model, prompt, outcome) < TOLERANCE
             assert outcome.first == outcome.tokens[0]
             assert [token.index for token in outcome.tokens] == list(range(10))
             assert outcome.prefill_done is not None
@@ -66,7 +50,7 @@ def test_prompts_of_every_length_around_a_block_and_a_chunk_have_the_log_probabi
 
 
 def test_the_same_prompt_again_moves_at_most_one_block(model: PreTrainedModel, checkpoint: Path, cache: Path) -> None:
-    prompt = _TOKENS[:45]
+    prompt = TOKENS[:45]
     with WorkerPair(checkpoint, cache) as pair:
         first, second = pair.run(prompt, greedy()), pair.run(prompt, greedy())
     assert first.prefill_done is not None
@@ -76,7 +60,7 @@ def test_the_same_prompt_again_moves_at_most_one_block(model: PreTrainedModel, c
     assert second.prefill_done.blocks_sent == 1
     assert second.prefill_done.cached_tokens == second.decode_done.cached_tokens == 40
     assert second.token_ids == first.token_ids
-    assert largest_difference(model, prompt, second) < _TOLERANCE
+    assert largest_difference(model, prompt, second) < TOLERANCE
 
 
 def test_every_length_of_prefix_that_decode_has_gives_the_same_text(
@@ -84,18 +68,18 @@ def test_every_length_of_prefix_that_decode_has_gives_the_same_text(
 ) -> None:
     for shared in range(1, 6):
         with WorkerPair(checkpoint, cache) as pair:
-            pair.run([*_TOKENS[: shared * BLOCK], 5], greedy(1))
-            prompt = _TOKENS[:45]
+            pair.run([*TOKENS[: shared * BLOCK], 5], greedy(1))
+            prompt = TOKENS[:45]
             outcome = pair.run(prompt, greedy())
             assert outcome.prefill_done is not None
             assert outcome.prefill_done.blocks_sent == 6 - shared
-            assert largest_difference(model, prompt, outcome) < _TOLERANCE
+            assert largest_difference(model, prompt, outcome) < TOLERANCE
 
 
 def test_without_any_transfer_the_text_is_the_same(model: PreTrainedModel, checkpoint: Path, cache: Path) -> None:
     with WorkerPair(checkpoint, cache) as pair:
-        outcome = pair.run(_TOKENS[:45], greedy(), local_prefill=True)
-    assert largest_difference(model, _TOKENS[:45], outcome) < _TOLERANCE
+        outcome = pair.run(TOKENS[:45], greedy(), local_prefill=True)
+    assert largest_difference(model, TOKENS[:45], outcome) < TOLERANCE
     assert outcome.decode_done is not None
     assert not outcome.decode_done.checksum_verified
 
@@ -106,7 +90,7 @@ def test_a_mutated_hand_off_is_refused_and_never_an_answer(
     checkpoint: Path, cache: Path, transport: str, name: str
 ) -> None:
     with WorkerPair(checkpoint, cache, transport=transport, faults=MUTATIONS[name]) as pair:
-        outcome = pair.run(_TOKENS[:45], greedy())
+        outcome = pair.run(TOKENS[:45], greedy())
     assert outcome.decode_error is not None
     assert outcome.decode_error.code == ErrorCode.HANDOFF_FAILED
     assert outcome.prefill_error is not None
@@ -121,9 +105,9 @@ def test_with_checksums_off_the_same_mutation_turns_the_equality_test_red(
 ) -> None:
     mutations = {"transport": transport, "faults": MUTATIONS[name], "verify_checksums": False}
     with WorkerPair(checkpoint, cache, **mutations) as pair:
-        outcome = pair.run(_TOKENS[:45], greedy())
+        outcome = pair.run(TOKENS[:45], greedy())
     assert len(outcome.tokens) == 10
-    assert largest_difference(model, _TOKENS[:45], outcome) > _TOLERANCE
+    assert largest_difference(model, TOKENS[:45], outcome) > TOLERANCE
 
 
 def test_with_checksums_off_full_blocks_swapped_for_one_request_poison_the_next(
@@ -131,18 +115,18 @@ def test_with_checksums_off_full_blocks_swapped_for_one_request_poison_the_next(
 ) -> None:
     swapped = {"faults": FaultPlan(swap_blocks=(0, 2)), "token_budget": 64}  # one chunk: both are there to be swapped
     with WorkerPair(checkpoint, cache, verify_checksums=False, **swapped) as pair:
-        harmless = pair.run(_TOKENS[:45], greedy())
-        prompt = [*_TOKENS[:BLOCK], *reversed(_TOKENS[BLOCK:30])]
+        harmless = pair.run(TOKENS[:45], greedy())
+        prompt = [*TOKENS[:BLOCK], *reversed(TOKENS[BLOCK:30])]
         poisoned = pair.run(prompt, greedy())
-    assert largest_difference(model, _TOKENS[:45], harmless) < _TOLERANCE
-    assert largest_difference(model, prompt, poisoned) > _TOLERANCE
+    assert largest_difference(model, TOKENS[:45], harmless) < TOLERANCE
+    assert largest_difference(model, prompt, poisoned) > TOLERANCE
 
 
 def test_full_blocks_swapped_are_refused_although_their_own_request_would_not_notice(
     checkpoint: Path, cache: Path
 ) -> None:
     with WorkerPair(checkpoint, cache, faults=FaultPlan(swap_blocks=(0, 2))) as pair:
-        outcome = pair.run(_TOKENS[:45], greedy())
+        outcome = pair.run(TOKENS[:45], greedy())
     assert outcome.decode_error is not None
     assert outcome.decode_error.code == ErrorCode.HANDOFF_FAILED
     assert outcome.tokens == []
@@ -151,18 +135,18 @@ def test_full_blocks_swapped_are_refused_although_their_own_request_would_not_no
 def test_seeded_sampling_is_the_same_with_and_without_a_hand_off(checkpoint: Path, cache: Path) -> None:
     sampling = SamplingParams(max_tokens=24, temperature=1.0, seed=99, ignore_eos=True)
     with WorkerPair(checkpoint, cache) as pair:
-        remote = pair.run(_TOKENS[:21], sampling)
+        remote = pair.run(TOKENS[:21], sampling)
     with WorkerPair(checkpoint, cache) as pair:
-        local = pair.run(_TOKENS[:21], sampling, local_prefill=True)
+        local = pair.run(TOKENS[:21], sampling, local_prefill=True)
     assert remote.token_ids == local.token_ids
 
 
 def test_an_answer_continued_by_another_attempt_is_the_answer_in_one_go(checkpoint: Path, cache: Path) -> None:
     sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=7, presence_penalty=0.5, ignore_eos=True)
     with WorkerPair(checkpoint, cache) as pair:
-        whole = pair.run(_TOKENS[:21], sampling)
+        whole = pair.run(TOKENS[:21], sampling)
         begun = whole.token_ids[:8]
-        rest = pair.run([*_TOKENS[:21], *begun], sampling, num_output_tokens=len(begun))
+        rest = pair.run([*TOKENS[:21], *begun], sampling, num_output_tokens=len(begun))
     assert begun + rest.token_ids == whole.token_ids
     assert [token.index for token in rest.tokens] == list(range(8, 20))
 
@@ -173,7 +157,7 @@ def test_with_next_to_nothing_allowed_to_wait_for_the_link_every_prompt_is_still
     with WorkerPair(checkpoint, cache, token_budget=8, max_backlog_bytes=1) as pair:
         requests = []
         for seed in range(4):
-            prompt = [seed + 3, *_TOKENS[:45]]
+            prompt = [seed + 3, *TOKENS[:45]]
             request = pair.admit(prompt, greedy(3))
             ticket = request.ticket()
             assert ticket is not None
@@ -181,4 +165,4 @@ def test_with_next_to_nothing_allowed_to_wait_for_the_link_every_prompt_is_still
             requests.append((prompt, request))
         outcomes = [(prompt, request.wait()) for prompt, request in requests]
     for prompt, outcome in outcomes:
-        assert largest_difference(model, prompt, outcome) < _TOLERANCE
+        assert largest_difference(model, prompt, outcome) < TOLERANCE
