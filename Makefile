@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE  := 1
 
-.PHONY: install demo test check format protos bench fuzz-api clean
+.PHONY: install demo test check format config-page protos bench fuzz-api chaos clean
 
 install: $(STAMP)
 
@@ -23,10 +23,10 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard kv_transfer/n
 demo: install
 	$(BIN)/kvferry demo
 
-# Two files at a time where no test has a cluster of its own; whole clusters have the machine to themselves.
+# Two tests at a time, and apart from each other those that start real processes: with them, two clusters at a time.
 test: install
-	$(BIN)/python -m pytest -m "not e2e" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest -m "not e2e" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadscope-reorder
 
 check: install
 	$(BIN)/ruff check .
@@ -34,10 +34,15 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python docs/configuration.py --check
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The tables of docs/configuration.md.
+config-page: install
+	$(BIN)/python docs/configuration.py
 
 protos: install
 	$(BIN)/python proto/generate.py
@@ -52,6 +57,13 @@ bench-%: install
 # Ten thousand requests made from the served OpenAPI document, to a router process with fake workers.
 fuzz-api: install
 	$(BIN)/python -m tests.support.fuzz_api --cases 10000
+
+# Faults under load, in network namespaces: needs root. SEED and DURATION (seconds) say which and how long.
+SEED ?= 1
+DURATION ?= 900
+
+chaos: install
+	$(BIN)/python -m tests.chaos.run --seed $(SEED) --duration $(DURATION) --json chaos.json --keep chaos-logs
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

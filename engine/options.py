@@ -25,11 +25,13 @@ class EngineOptions:
         "", "How weights are stored; computed is in fp32. Empty takes fp32, or what a prepared directory has."
     )
     kv_cache_dtype: Literal["fp32", "bf16", "fp16", "int8", "fp8_e4m3"] = flag("fp32", "Element type of the KV pool.")
-    block_size: int = flag(16, "Tokens a KV block; a power of two from 8 to 128.")
-    num_blocks: int = flag(0, "Blocks in the KV pool; 0 takes a quarter of the free memory, 2 GiB at most.")
-    token_budget: int = flag(256, "Most tokens that one step computes.")
-    max_num_seqs: int = flag(64, "Most sequences that one step computes.")
-    max_waiting: int = flag(256, "Most sequences that wait; more are refused.")
+    block_size: int = flag(16, "Tokens a KV block; a power of two from 8 to 128.", unit="tokens")
+    num_blocks: int = flag(
+        0, "Blocks in the KV pool; 0 takes a quarter of the free memory, 2 GiB at most.", unit="blocks"
+    )
+    token_budget: int = flag(256, "Most tokens that one step computes.", unit="tokens")
+    max_num_seqs: int = flag(64, "Most sequences that one step computes.", unit="sequences")
+    max_waiting: int = flag(256, "Most sequences that wait; more are refused.", unit="sequences")
     speculative_tokens: int = flag(
         0, "Most tokens that a decoding sequence guesses ahead in a step, from its own text; 0 = none."
     )

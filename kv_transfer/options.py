@@ -17,7 +17,9 @@ from kv_transfer.end_facts import (
     why_no_rdma,
 )
 from kv_transfer.network import build_network
+from kv_transfer.self_probe import drop_broken, move_a_block
 from kv_transfer.transport import Network
+from runtime.clock import Clock
 from runtime.config import flag
 
 AUTO = "auto"
@@ -90,6 +92,22 @@ class TransferOptions:
             _log.warning("this host has RDMA devices, and KV will not use them: %s", why)
         return network
 
+    def working(self, network: Network, bind_host: str, clock: Clock) -> tuple[str, ...]:
+        """The transports of the network to offer, best first, now that those which hand-offs will take have moved a
+        block from here to here. Takes milliseconds; any thread. One that does not work is an error when named, and
+        left out with a warning under `auto`. Raises ValueError.
+        """
+        names = tuple(network.transports)
+        rdma = rdma_transports(names)
+        left, failures = drop_broken(names, rdma, lambda name: move_a_block(name, network, bind_host, clock))
+        for name, why in failures.items():
+            if self.transports != (AUTO,):
+                raise ValueError(f"--transports names {name}, which moves no block on this host: {why}")
+            _log.warning("%s moves no block on this host and is not used: %s", name, why)
+        if not left:
+            raise ValueError(f"no KV transport works on this host ({', '.join(names)})")
+        return left
+
 
 @dataclass(frozen=True, kw_only=True)
 class SendOptions(TransferOptions):
@@ -117,6 +135,13 @@ class SendOptions(TransferOptions):
                 f"--force-transport {self.force_transport}: its library is not installed: "
                 f"{INSTALL[self.force_transport]}"
             )
+        return names
+
+    def working(self, network: Network, bind_host: str, clock: Clock) -> tuple[str, ...]:
+        """As for every worker; the one forced is tried too."""
+        names = super().working(network, bind_host, clock)
+        if self.force_transport and (why := move_a_block(self.force_transport, network, bind_host, clock)):
+            raise ValueError(f"--force-transport {self.force_transport}: it moves no block on this host: {why}")
         return names
 
     @property

@@ -1,20 +1,24 @@
 """What a local cluster consists of, and the command line of each of its processes."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from kv_transfer.options import AUTO, SendOptions, WireDtype, check_names
-from kvferry.router_flags import RouterFlags
-from router.door_options import DoorOptions
-from runtime.config import flag_name
-from runtime.tls import InternalTlsOptions
-from runtime.tracing import TracingOptions
+from decode_worker.config import DecodeConfig
+from kv_transfer.options import AUTO, WireDtype
+from prefill_worker.config import PrefillConfig
+from router.config import RouterConfig
+from runtime.config import flag_list, flag_name
+from runtime.grpc_life import join_host_port
 
-_DOOR = ("api_keys_file", "protect_metrics", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
+_DOOR_FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
 _INTERNAL_TLS = ("internal_tls_cert_file", "internal_tls_key_file", "internal_tls_ca_file")
-INTERNAL_HOST = "127.0.0.1"  # workers, and the port where they attach: never reachable from elsewhere
+INTERNAL_HOST = "127.0.0.1"  # a local cluster's workers, and the port where they attach: never reachable from elsewhere
+MAX_LOCAL_WORKERS = 64
+
+Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,10 @@ class RoleCommands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A router and its workers on this host. Flags that are None are not passed: the process's default holds."""
+    """A router and its workers on this host. Flags that are None are not passed: the process's default holds.
+
+    `router`, `prefill` and `decode` are more options of those processes, by name; they go over the fields here.
+    """
 
     model_dir: Path
     served_model_name: str
@@ -62,7 +69,9 @@ class ClusterSpec:
     internal_tls_cert_file: Path | None = None
     internal_tls_key_file: Path | None = None
     internal_tls_ca_file: Path | None = None
-    router: RouterFlags = field(default_factory=RouterFlags)
+    router: Mapping[str, Any] = field(default_factory=dict)
+    prefill: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Any] = field(default_factory=dict)
     log_level: str = "info"
     log_json: bool = False
     access_log: bool = False
@@ -77,39 +86,14 @@ class ClusterSpec:
         """Raises ValueError naming the flag."""
         if self.num_decode < 1 or self.num_prefill < 0:
             raise ValueError("a cluster needs --decode 1 or more and --prefill 0 or more")
-        if self.num_decode + self.num_prefill > 64:
-            raise ValueError("--prefill and --decode must not exceed 64 processes together on one host")
-        if self.tensor_parallel is not None and not 1 <= self.tensor_parallel <= 64:
-            raise ValueError("--tensor-parallel must be 1 to 64")
-        if self.speculative_tokens is not None and not 0 <= self.speculative_tokens <= 64:
-            raise ValueError("--speculative-tokens must be 0 to 64")
-        self._check_transfer()
-        self._check_door()
-        TracingOptions(otlp_endpoint=self.otlp_endpoint).validate()
-        for flag, port in (("--http-port", self.http_port), ("--grpc-port", self.grpc_port)):
-            if not 0 <= port <= 65535:
-                raise ValueError(f"{flag} must be 0 to 65535, not {port}")
-        if self.http_port and self.http_port == self.grpc_port:
-            raise ValueError("--http-port and --grpc-port must differ")
-        if self.num_routers > 32:
-            raise ValueError("--router-processes must be 1 to 32")
+        if self.num_decode + self.num_prefill > MAX_LOCAL_WORKERS:
+            raise ValueError(f"--prefill and --decode must not exceed {MAX_LOCAL_WORKERS} processes together")
         if self.start_timeout_s <= 0 or self.drain_timeout_s <= 0:
-            raise ValueError("--start-timeout and --drain-timeout must be positive")
-
-    def _check_transfer(self) -> None:
-        given = {
-            name: getattr(self, name)
-            for name in ("transports", "forbid_transports", "kv_wire_dtype", "max_backlog_mb", "lease_s")
-        }
-        SendOptions(**{name: value for name, value in given.items() if value is not None}).validate()
-        check_names("--require-transport", self.require_transport)
-        for name in ("block_size", "prefill_block_size", "decode_block_size"):
+            raise ValueError("--start-timeout-s and --drain-timeout-s must be positive")
+        for name in ("prefill_block_size", "decode_block_size"):
             if getattr(self, name) not in (None, 8, 16, 32, 64, 128):
                 raise ValueError(f"{flag_name(name)} must be a power of two from 8 to 128")
-
-    def _check_door(self) -> None:
-        DoorOptions(**{name: getattr(self, name) for name in _DOOR}).validate()
-        InternalTlsOptions(**{name: getattr(self, name) for name in _INTERNAL_TLS}).validate()
+        self._check_processes()
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -120,7 +104,7 @@ class ClusterSpec:
     @property
     def num_routers(self) -> int:
         """Router processes, each of which workers attach to, at ports in a row."""
-        return self.router.router_processes or 1
+        return int(self.router.get("router_processes") or 1)
 
     @property
     def http_scheme(self) -> str:
@@ -132,50 +116,86 @@ class ClusterSpec:
         """How processes of this host reach the router's public ports."""
         return {"0.0.0.0": INTERNAL_HOST, "::": "::1"}.get(self.host, self.host)
 
-    def router_argv(self, secret_file: Path, ports: dict[str, int]) -> tuple[str, ...]:
-        """Command line of the router; `ports` holds http_port, grpc_port and internal_port (0 = any free one)."""
-        name = {"served_model_name": self.served_model_name}
-        flags: dict[str, Any] = {**self._common(secret_file), **name, "host": self.host, **ports, **self.router.given}
-        flags["internal_host"] = INTERNAL_HOST
-        flags["require_transport"] = ",".join(self.require_transport) or None
-        for field_name in ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file"):
-            flags[field_name] = getattr(self, field_name)
-        switches = ["--strict-handoff"] if self.strict_handoff else []
-        switches += ["--protect-metrics"] if self.protect_metrics else []
-        switches += ["--access-log"] if self.access_log else []
-        switches += ["--log-json"] if self.log_json else []
-        if self.reuse_decode_kv is not None:
-            switches.append("--reuse-decode-kv" if self.reuse_decode_kv else "--no-reuse-decode-kv")
-        return (*self.commands.router, *_flags(flags), *switches, "--exit-on-stdin-close")
+    def internal_addresses(self, host: str, ports: dict[str, int]) -> tuple[str, ...]:
+        """Where workers attach, host:port: one port for each router process."""
+        first = ports["internal_port"]
+        return tuple(join_host_port(host, first + index) for index in range(self.num_routers))
 
-    def worker_argv(self, worker_id: str, secret_file: Path, router_addresses: str) -> tuple[str, ...]:
-        """Command line of one worker that attaches to these, host:port with commas between them."""
-        prefill = worker_id.startswith("prefill-")
-        own_block_size = self.prefill_block_size if prefill else self.decode_block_size
-        flags = {
-            **self._common(secret_file),
+    def router_argv(
+        self, secret_file: Path, ports: dict[str, int], internal_host: str = INTERNAL_HOST
+    ) -> tuple[str, ...]:
+        """Command line of the router; `ports` holds http_port, grpc_port and internal_port (0 = any free one)."""
+        return (*self.commands.router, *flag_list(self._router_options(secret_file, ports, internal_host)))
+
+    def worker_argv(
+        self, worker_id: str, secret_file: Path, router_addresses: str, host: str = INTERNAL_HOST
+    ) -> tuple[str, ...]:
+        """Command line of one worker that attaches to these, host:port with commas between them; others reach it at
+        `host`."""
+        role: Role = "prefill" if worker_id.startswith("prefill-") else "decode"
+        options = {
+            **self._worker_options(role, secret_file),
             "worker_id": worker_id,
-            "host": INTERNAL_HOST,
+            "host": host,
+            "routers": tuple(router_addresses.split(",")),
+        }
+        return (*(self.commands.prefill if role == "prefill" else self.commands.decode), *flag_list(options))
+
+    def _check_processes(self) -> None:
+        """What the processes would say about their command lines, before minutes of preparing a model."""
+        nowhere = Path(".")
+        ports = {"http_port": self.http_port, "grpc_port": self.grpc_port, "internal_port": 0}
+        RouterConfig(**self._router_options(nowhere, ports, INTERNAL_HOST)).validate()
+        place: dict[str, Any] = {"host": INTERNAL_HOST, "routers": (f"{INTERNAL_HOST}:1",)}
+        configs = (
+            PrefillConfig(**self._worker_options("prefill", nowhere), worker_id="prefill-0", **place),
+            DecodeConfig(**self._worker_options("decode", nowhere), worker_id="decode-0", **place),
+        )
+        for config in configs:
+            try:
+                config.validate()
+            except ValueError as error:
+                raise ValueError(f"{config.worker_id}: {error}") from None
+
+    def _router_options(self, secret_file: Path, ports: dict[str, int], internal_host: str) -> dict[str, Any]:
+        return _given(
+            {
+                **self._common(secret_file),
+                "served_model_name": self.served_model_name,
+                "host": self.host,
+                **ports,
+                "internal_host": internal_host,
+                "require_transport": self.require_transport or None,
+                "strict_handoff": self.strict_handoff or None,
+                "reuse_decode_kv": self.reuse_decode_kv,
+                "access_log": self.access_log or None,
+                "protect_metrics": self.protect_metrics or None,
+                **{name: getattr(self, name) for name in _DOOR_FILES},
+            },
+            self.router,
+        )
+
+    def _worker_options(self, role: Role, secret_file: Path) -> dict[str, Any]:
+        prefill = role == "prefill"
+        own_block_size = self.prefill_block_size if prefill else self.decode_block_size
+        options = {
+            **self._common(secret_file),
             "port": 0,
-            "routers": router_addresses,
             "block_size": self.block_size if own_block_size is None else own_block_size,
             "num_blocks": self.num_blocks,
             "token_budget": self.token_budget,
             "max_num_seqs": self.max_num_seqs,
             "kv_cache_dtype": self.kv_cache_dtype,
             "tensor_parallel": self.tensor_parallel,
-            "transports": None if self.transports == (AUTO,) else ",".join(self.transports),
-            "forbid_transports": ",".join(self.forbid_transports) or None,
+            "transports": None if self.transports == (AUTO,) else self.transports,
+            "forbid_transports": self.forbid_transports or None,
             "max_backlog_mb": self.max_backlog_mb,
             "lease_s": self.lease_s,
+            # What one role alone makes use of, the other may want later: a worker can change its role.
+            "kv_wire_dtype": self.kv_wire_dtype or None,
+            "speculative_tokens": self.speculative_tokens,
         }
-        if prefill:  # The one that sends prompts decides what travels.
-            flags["kv_wire_dtype"] = self.kv_wire_dtype or None
-        else:
-            flags["speculative_tokens"] = self.speculative_tokens
-        command = self.commands.prefill if prefill else self.commands.decode
-        switches = ["--log-json"] if self.log_json else []
-        return (*command, *_flags(flags), *switches, "--exit-on-stdin-close")
+        return _given(options, self.prefill if prefill else self.decode)
 
     def _common(self, secret_file: Path) -> dict[str, Any]:
         return {
@@ -183,16 +203,14 @@ class ClusterSpec:
             "cluster_secret_file": secret_file,
             "drain_timeout_s": self.drain_timeout_s,
             "log_level": self.log_level,
+            "log_json": self.log_json or None,
             "otlp_endpoint": self.otlp_endpoint or None,
             "trace_file": self.trace_file,
+            "exit_on_stdin_close": True,
             **{name: getattr(self, name) for name in _INTERNAL_TLS},
         }
 
 
-def _flags(values: dict[str, Any]) -> list[str]:
-    parts: list[str] = []
-    for name, value in values.items():
-        if value is not None:
-            # One argument, so that a value that starts with a dash stays a value.
-            parts.append(f"{flag_name(name)}={value}")
-    return parts
+def _given(options: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not left to the process's default; what was said for this process alone goes over the rest."""
+    return {name: value for name, value in {**options, **own}.items() if value is not None}

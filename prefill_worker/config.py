@@ -2,17 +2,9 @@
 
 from dataclasses import dataclass
 
-from engine.options import EngineOptions
-from kv_transfer.options import SendOptions
-from runtime.worker_host import HostOptions
+from worker.options import WorkerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(EngineOptions, SendOptions, HostOptions):
+class PrefillConfig(WorkerOptions):
     """A kvferry prefill worker: computes prompts and pushes their KV blocks to decode workers."""
-
-    def validate(self) -> None:
-        """Raises ValueError naming the flag."""
-        HostOptions.validate(self)
-        EngineOptions.validate(self)
-        SendOptions.validate(self)

@@ -31,8 +31,8 @@ class RouterConfig(DoorOptions, QueueOptions, InternalTlsOptions, TracingOptions
     internal_host: str = flag("", "Address where workers attach; empty = the same as --host.")
     internal_port: int = flag(8002, "Port where workers attach; 0 takes a free one.")
     request_timeout_s: float = flag(DEFAULT_REQUEST_TIMEOUT_S, "Longest time a request may take.")
-    max_in_flight: int = flag(256, "Requests that run at the same time; each choice of n counts.")
-    max_queued: int = flag(1024, "Requests that wait for a place; one more is refused at once.")
+    max_in_flight: int = flag(256, "Requests that run at the same time; each choice of n counts.", unit="requests")
+    max_queued: int = flag(1024, "Requests that wait for a place; one more is refused at once.", unit="requests")
     max_queued_tokens: int = flag(
         4_000_000, "Tokens of the requests that wait, prompts and expected answers; more are refused at once."
     )
@@ -48,7 +48,7 @@ class RouterConfig(DoorOptions, QueueOptions, InternalTlsOptions, TracingOptions
     reasoning_parser: Literal["auto", "think", "none"] = flag(
         "auto", "think: <think> blocks become reasoning_content; auto: if the chat template has that marker."
     )
-    receipts_kept: int = flag(4096, "KV receipts kept for later questions.")
+    receipts_kept: int = flag(4096, "KV receipts kept for later questions.", unit="receipts")
     heartbeat_s: float = flag(5.0, "A worker silent for this long is avoided, for three times as long cut off.")
     drain_timeout_s: float = flag(60.0, "Longest time to finish running requests after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Least severe log lines to write.")

@@ -1,19 +1,21 @@
-"""One frozen dataclass a process, and the command-line flags made from it.
+"""One frozen dataclass a process; its command-line flags and the keys of its configuration file are made from it.
 
-A field is a flag: `http_port: int = flag(8000, "Port of the HTTP API.")` gives `--http-port`. The defaults live in the
-dataclass alone. There are no environment variables and no configuration files behind it.
+A field is an option: `http_port: int = flag(8000, "Port of the HTTP API.")` is the flag `--http-port` and the key
+`http_port`. The defaults live in the dataclass alone; a file goes over them, and flags over the file. There are no
+environment variables behind it, and no option holds a secret: those are in files, which options name.
 """
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
-import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+from runtime.config_options import Option, options_of, to_path
+from runtime.config_text import as_yaml
 
 
 class Config(Protocol):
@@ -29,14 +31,23 @@ class Config(Protocol):
 _C = TypeVar("_C", bound=Config)
 _T = TypeVar("_T")
 
+CONFIG_HELP = (
+    "YAML file with more of these options, by key: --log-level is log_level. A flag goes over the file. "
+    "See docs/configuration.md."
+)
+PRINT_CONFIG_HELP = "Print the whole configuration as such a file and exit."
 
-def flag(default: _T, help_text: str) -> _T:
-    """A dataclass field with its default and its help. `default` must be immutable."""
-    return dataclasses.field(default=default, metadata={"help": help_text})
+
+def flag(default: _T, help_text: str, *, unit: str = "") -> _T:
+    """A dataclass field with its default and its help. `default` must be immutable.
+
+    `unit` is for the reference page, where the end of the name does not say it.
+    """
+    return dataclasses.field(default=default, metadata={"help": help_text, "unit": unit})
 
 
 def required_flag(help_text: str) -> Any:
-    """A dataclass field that must be given on the command line."""
+    """A dataclass field that must be given."""
     return dataclasses.field(metadata={"help": help_text})
 
 
@@ -44,34 +55,49 @@ def parse_config(cls: type[_C], argv: Sequence[str] | None = None, *, prog: str 
     """The configuration that `argv` (default: the process's arguments) describes, validated.
 
     Field types: bool (`--x` / `--no-x`), int, float (finite), str, Path, Literal of strings, tuple[str | int, ...]
-    (repeat the flag or separate by commas), and any of them `| None`. Flags cannot be abbreviated.
-    Exits with status 2 and a message for a bad or unknown flag or when `validate()` raises ValueError; with 0 after
-    `--help`, or after `--print-config`, which prints the validated configuration as one JSON object.
+    (repeat the flag or separate by commas), and any of them `| None`. Flags cannot be abbreviated. `--config FILE`
+    gives options by key; flags go over it.
+    Exits with status 2 and a message for anything bad or unknown in flags or file, or when `validate()` raises
+    ValueError; with 0 after `--help`, or after `--print-config`, which prints the validated configuration as YAML that
+    `--config` takes.
     """
     parser = argparse.ArgumentParser(prog=prog, description=_first_line(cls.__doc__), allow_abbrev=False)
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        _add_flag(parser, field, hints[field.name])
-    parser.add_argument("--print-config", action="store_true", help="Print the configuration as JSON and exit.")
-    values = vars(parser.parse_args(argv))
-    print_config = values.pop("print_config")
-    for field in dataclasses.fields(cls):
-        if isinstance(values[field.name], list):
-            values[field.name] = tuple(item for group in values[field.name] for item in group)
-    config = cls(**values)
+    options = options_of(cls)
+    for option in options:
+        add_flag(parser, option)
+    parser.add_argument("--config", type=path_argument, action=Once, metavar="FILE", help=CONFIG_HELP)
+    parser.add_argument("--print-config", action="store_true", help=PRINT_CONFIG_HELP)
+    flags = vars(parser.parse_args(argv))
+    file, print_config = flags.pop("config"), flags.pop("print_config")
     try:
+        values = {**_read_file(file, options), **{name: _flat(value) for name, value in flags.items()}}
+        missing = [option.name for option in options if option.required and option.name not in values]
+        if missing:
+            names = ", ".join(map(flag_name, missing))
+            raise ValueError(f"the following options are required, as flags or in the --config file: {names}")
+        config = cls(**values)
         config.validate()
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     if print_config:
-        sys.stdout.write(config_json(config) + "\n")
+        sys.stdout.write(config_yaml(config))
         raise SystemExit(0)
     return config
 
 
-def config_json(config: Config) -> str:
-    """The configuration as one JSON object, fields in their order; paths become strings."""
-    return json.dumps(dataclasses.asdict(config), default=str)
+def config_yaml(config: Config) -> str:
+    """The whole configuration as a file that `--config` takes, fields in their order."""
+    return as_yaml({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
+def config_flags(config: Config) -> list[str]:
+    """Flags that give the same configuration to another process of the same kind, whatever files say by then."""
+    return flag_list({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
+def flag_list(values: Mapping[str, Any]) -> list[str]:
+    """Options by name as flags. None is left out: it stands for the default."""
+    return [_flag_text(name, value) for name, value in values.items() if value is not None]
 
 
 def flag_name(field_name: str) -> str:
@@ -79,35 +105,37 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def _add_flag(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint: Any) -> None:
-    name = flag_name(field.name)
-    help_text = str(field.metadata.get("help", "")).replace("%", "%%")
-    required = field.default is dataclasses.MISSING
-    default = None if required else field.default
-    if default is not None and not isinstance(default, bool):
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        help_text += f" Default: {shown or 'none'}.".replace("%", "%%")
-    hint = _without_none(hint)
-    if hint is bool:
+def add_flag(parser: "argparse._ActionsContainer", option: Option, *, default: Any = argparse.SUPPRESS) -> None:
+    """The flag of one option. `default` is what parsing gives without it; as it is, nothing at all."""
+    name = flag_name(option.name)
+    help_text = (option.help + _default_words(option)).replace("%", "%%")
+    if option.kind is bool:
+        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=help_text)
+    elif option.many:
         parser.add_argument(
-            name, action=argparse.BooleanOptionalAction, default=default, required=required, help=help_text
-        )
-        return
-    if typing.get_origin(hint) is tuple:
-        item, ellipsis = typing.get_args(hint)
-        if ellipsis is not Ellipsis:
-            raise TypeError(f"{field.name}: only tuples of any length can be flags, not {hint}")
-        parser.add_argument(
-            name, action=_Collect, type=_list_of(_scalar(field.name, item)), default=default, required=required,
-            metavar=f"{_metavar(item)}[,...]", help=help_text,
+            name, action=_Collect, type=_list_of(option.kind), default=default,
+            metavar=f"{_METAVARS[option.kind]}[,...]", help=help_text,
         )  # fmt: skip
-        return
-    choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
-    convert = str if choices else _scalar(field.name, hint)
-    parser.add_argument(
-        name, type=convert, choices=choices, default=default, required=required,
-        metavar=None if choices else _metavar(hint), help=help_text,
-    )  # fmt: skip
+    else:
+        parser.add_argument(
+            name, type=_CONVERTERS[option.kind], choices=option.choices or None, default=default,
+            metavar=None if option.choices else _METAVARS[option.kind], help=help_text,
+        )  # fmt: skip
+
+
+class Once(argparse.Action):
+    """A flag that may be given once: the first of two would be lost without a word."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest, None) is not None:
+            raise argparse.ArgumentError(self, "may be given once")
+        setattr(namespace, self.dest, values)
 
 
 class _Collect(argparse.Action):
@@ -120,49 +148,74 @@ class _Collect(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        seen = getattr(namespace, self.dest)
+        seen = getattr(namespace, self.dest, None)
         setattr(namespace, self.dest, [*seen, values] if isinstance(seen, list) else [values])
 
 
-def _scalar(field_name: str, hint: Any) -> Callable[[str], Any]:
-    converters: dict[Any, Callable[[str], Any]] = {str: str, int: int, float: _finite_float, Path: _path}
-    if hint not in converters:
-        raise TypeError(f"{field_name}: {hint} cannot be a flag")
-    return converters[hint]
-
-
-def _list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def parse(text: str) -> list[Any]:
-        return [convert(part.strip()) for part in text.split(",") if part.strip()]
-
-    parse.__name__ = f"list of {_metavar(convert).lower()}"  # argparse shows it in its message
-    return parse
-
-
-def _finite_float(text: str) -> float:
+def finite_number(text: str) -> float:
+    """Type of a flag."""
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"must be a finite number, not {text!r}")
     return value
 
 
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("must not be empty")
-    return Path(text).expanduser()
+def path_argument(text: str) -> Path:
+    """Type of a flag."""
+    try:
+        return to_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _without_none(hint: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        members = [member for member in typing.get_args(hint) if member is not type(None)]
-        if len(members) == 1:
-            return members[0]
-    return hint
+_CONVERTERS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: finite_number, Path: path_argument}
+_METAVARS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
 
 
-def _metavar(hint: Any) -> str:
-    names = {str: "TEXT", int: "N", _finite_float: "X", float: "X", Path: "PATH", _path: "PATH"}
-    return names.get(hint, "VALUE")
+def _read_file(path: Path | None, options: Sequence[Option]) -> dict[str, Any]:
+    if path is None:
+        return {}
+    # Here, so that a process without a file does not load a YAML reader.
+    from runtime.config_file import Section, read_config_file
+
+    return read_config_file(path, Section(options))
+
+
+def _flat(value: Any) -> Any:
+    return tuple(item for group in value for item in group) if isinstance(value, list) else value
+
+
+def _list_of(kind: type) -> Callable[[str], list[Any]]:
+    convert = _CONVERTERS[kind]
+
+    def parse(text: str) -> list[Any]:
+        return [convert(part.strip()) for part in text.split(",") if part.strip()]
+
+    # argparse shows it in its message.
+    parse.__name__ = f"list of {_METAVARS[kind].lower()}"
+    return parse
+
+
+def _flag_text(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag_name(name if value else f"no_{name}")
+    # One argument, so that a value that starts with a dash stays a value.
+    return f"{flag_name(name)}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _default_words(option: Option) -> str:
+    if option.required:
+        return " Required."
+    if option.default is None:
+        return ""
+    return f" Default: {default_text(option.default)}."
+
+
+def default_text(default: Any) -> str:
+    """A default as a person would write it."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return (",".join(map(str, default)) if isinstance(default, tuple) else str(default)) or "none"
 
 
 def _first_line(docstring: str | None) -> str:

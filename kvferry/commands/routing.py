@@ -1,23 +1,29 @@
 """The router's own flags, on the command line of `up`."""
 
 import argparse
-from dataclasses import fields
+from typing import Any
 
-from kvferry.router_flags import RouterFlags
-from runtime.config import flag_name
+from kvferry.commands.passed import add_passed_flags, passed
+from router.config import RouterConfig
+
+ROUTER_FLAGS = (
+    "router_processes",
+    "process_port",
+    "tool_parser",
+    "reasoning_parser",
+    "kv_forecast_tokens",
+    "slo_interactive_ttft_s",
+    "slo_interactive_tpot_s",
+    "slo_batch_ttft_s",
+    "slo_batch_tpot_s",
+)
 
 
 def add_router_arguments(parser: argparse.ArgumentParser) -> None:
-    """One for each field of RouterFlags."""
-    group = parser.add_argument_group("router")
-    for one in fields(RouterFlags):
-        facts, choices = one.metadata, one.metadata["choices"]
-        metavar = None if choices else {int: "N", float: "SECONDS"}[facts["kind"]]
-        group.add_argument(
-            flag_name(one.name), type=facts["kind"], choices=choices, metavar=metavar, help=facts["help"]
-        )
+    """Options of the router that the launcher need not understand; a configuration file can give all the others too."""
+    add_passed_flags(parser.add_argument_group("router"), RouterConfig, ROUTER_FLAGS)
 
 
-def router_flags(arguments: argparse.Namespace) -> RouterFlags:
+def router_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was given."""
-    return RouterFlags(**{one.name: getattr(arguments, one.name) for one in fields(RouterFlags)})
+    return passed(arguments, ROUTER_FLAGS)

@@ -1,4 +1,3 @@
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +5,7 @@ import pytest
 
 from decode_worker.config import DecodeConfig
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
-from kvferry.router_flags import RouterFlags
+from kvferry.commands.routing import ROUTER_FLAGS
 from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from runtime.config import parse_config
@@ -42,20 +41,15 @@ def test_automatic_transport_leaves_the_choice_to_the_worker() -> None:
     assert not any(flag.startswith("--transports") for flag in argv)
 
 
-def test_each_role_gets_its_own_block_size_and_only_the_sender_the_wire_dtype() -> None:
-    spec = _spec(block_size=32, decode_block_size=64, kv_wire_dtype="int8", max_backlog_mb=8, lease_s=3.5)
+def test_each_role_gets_its_own_block_size_and_what_the_other_role_would_need() -> None:
+    spec = _spec(
+        block_size=32, decode_block_size=64, kv_wire_dtype="int8", max_backlog_mb=8, lease_s=3.5, speculative_tokens=5
+    )
     prefill = set(spec.worker_argv("prefill-0", Path("/s"), "a:1"))
     decode = set(spec.worker_argv("decode-0", Path("/s"), "a:1"))
-    both = {"--max-backlog-mb=8", "--lease-s=3.5"}
-    assert {"--block-size=32", "--kv-wire-dtype=int8", *both} <= prefill
+    both = {"--max-backlog-mb=8", "--lease-s=3.5", "--kv-wire-dtype=int8", "--speculative-tokens=5"}
+    assert {"--block-size=32", *both} <= prefill
     assert {"--block-size=64", *both} <= decode
-    assert not any(flag.startswith("--kv-wire-dtype") for flag in decode)
-
-
-def test_only_decode_workers_guess_ahead() -> None:
-    spec = _spec(speculative_tokens=5)
-    assert "--speculative-tokens=5" in spec.worker_argv("decode-0", Path("/s"), "a:1")
-    assert not any("speculative" in flag for flag in spec.worker_argv("prefill-0", Path("/s"), "a:1"))
 
 
 def test_transports_allowed_and_forbidden_reach_the_workers() -> None:
@@ -115,9 +109,9 @@ def test_the_routers_own_flags_reach_the_router_which_understands_them_all() -> 
         "kv_forecast_tokens": 64, "slo_interactive_ttft_s": 0.5, "slo_interactive_tpot_s": 0.05,
         "slo_batch_ttft_s": 60.0, "slo_batch_tpot_s": 0.5,
     }  # fmt: skip
-    spec = _spec(router=RouterFlags(**given))
+    spec = _spec(router=given)
     spec.validate()
-    assert set(given) == {one.name for one in fields(RouterFlags)}
+    assert set(given) == set(ROUTER_FLAGS)
     parsed = parse_config(RouterConfig, list(spec.router_argv(Path("/s"), {})[1:]))
     assert {name: getattr(parsed, name) for name in given} == given
     assert not any(flag.startswith("--tool-parser") for flag in _spec().router_argv(Path("/s"), {}))
@@ -145,7 +139,7 @@ def test_worker_ids_are_stable_and_start_at_zero() -> None:
         ({"decode_block_size": 256}, "--decode-block-size"),
         ({"max_backlog_mb": 0}, "--max-backlog-mb"),
         ({"lease_s": 0.0}, "--lease-s"),
-        ({"router": RouterFlags(router_processes=33)}, "--router-processes"),
+        ({"router": {"router_processes": 33}}, "--router-processes"),
         ({"http_port": 70000}, "--http-port"),
         ({"grpc_port": -1}, "--grpc-port"),
         ({"http_port": 5, "grpc_port": 5}, "differ"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.__main__ import build_parser
+from kvferry.cluster_file import settle
 from kvferry.cluster_spec import ClusterSpec
 from kvferry.commands.transfer import transfer_fields
 
@@ -13,6 +14,8 @@ COMMANDS = (["up", "--model", "m"], ["demo"])
 
 def _spec(*argv: str) -> ClusterSpec:
     arguments = build_parser().parse_args(argv)
+    if arguments.command == "up":
+        arguments = settle(arguments)
     return ClusterSpec(model_dir=Path("/m"), served_model_name="m", **transfer_fields(arguments))
 
 

@@ -1,11 +1,10 @@
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from runtime.config import config_json, flag, parse_config, required_flag
+from runtime.config import config_yaml, flag, parse_config, required_flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +84,24 @@ def test_bad_flags_end_with_status_2_and_say_which(
     assert said in capsys.readouterr().err
 
 
-def test_print_config_prints_the_validated_values_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_prints_the_validated_values_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_config(Sample, ["--model", "m", "--print-config", "--limit", "3"])
     assert caught.value.code == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["model"] == "m"
-    assert printed["limit"] == 3
-    assert printed["transports"] == ["shm", "tcp"]
-    assert list(printed) == list(json.loads(config_json(Sample(model=Path("m")))))
+    printed = capsys.readouterr().out
+    assert printed == config_yaml(Sample(model=Path("m"), limit=3))
+    assert printed.splitlines() == [
+        "model: m",
+        "http_port: 8000",
+        "ratio: 0.5",
+        "log_json: false",
+        "checksums: true",
+        "transports: [shm, tcp]",
+        "sizes: []",
+        "log_level: info",
+        "secret_file: null",
+        "limit: 3",
+    ]
 
 
 def test_print_config_still_refuses_what_is_invalid(capsys: pytest.CaptureFixture[str]) -> None:
