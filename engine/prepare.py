@@ -274,18 +274,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", help="a model directory, a .gguf file, or smollm2-135m-instruct")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR, help="default: %(default)s")
     parser.add_argument("--weight-dtype", choices=[dtype.value for dtype in WeightDtype], help="default: fp32")
+    parser.add_argument("--link", type=Path, help="make this a symbolic link to the prepared model")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     arguments = parser.parse_args(argv)
     report = _Report(as_json=arguments.json)
     try:
         dtype = WeightDtype(arguments.weight_dtype) if arguments.weight_dtype else None
         model = prepare_model(arguments.source, arguments.cache_dir, report.progress, dtype)
+        if arguments.link is not None:
+            _link(arguments.link, model.path)
     except KvferryError as error:
         report.line({"event": "error", "code": error.code_name, "message": error.message}, f"error: {error.message}")
         return 1
     facts = {"event": "ready", "path": str(model.path), "name": model.name, "revision": model.revision}
     report.line(facts, str(model.path))
     return 0
+
+
+def _link(link: Path, target: Path) -> None:
+    """Make `link` point at `target`, in place of what it pointed at before: one that is read always leads somewhere.
+    Raises KvferryError: UNAVAILABLE when it cannot be made."""
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        fresh.symlink_to(target.absolute())
+        fresh.replace(link)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise KvferryError(ErrorCode.UNAVAILABLE, f"cannot make the link {link}: {error.strerror or error}") from error
 
 
 class _Report:

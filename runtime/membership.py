@@ -1,10 +1,13 @@
 """The worker's side of membership: one `Attach` stream to each router, kept open for as long as the worker lives.
 
-1. Dial, send Register, wait for Registered. A refusal (version, layout, secret) is logged and retried slowly.
+1. Dial, send Register, wait for Registered. A refusal (version, layout, secret) is logged and retried slowly, and so is
+   a router whose version this worker refuses.
 2. Send a snapshot of the prefix cache, then every interval its changes and a LoadReport, which is the heartbeat.
-3. Obey Resync (snapshot again) and Drain (tell the worker).
+3. Obey Resync (snapshot again); Drain and SetRole are for the worker, which says with Draining what it makes of them.
 4. When the stream breaks, from either end: back to 1 after a jittered, growing, capped wait. It never gives up, and a
    router that is away stops neither the worker nor its other links.
+5. Routers that share a name (`router_names.py`) are looked up every few seconds: a new address gets a link of its own,
+   one that is named no more loses it once its stream has ended. A lookup that fails changes nothing.
 """
 
 import asyncio
@@ -23,11 +26,12 @@ from kvferry_rpc import internal_pb2_grpc
 from kvferry_rpc.internal_pb2 import Draining, KVEvent, KVEvents, LoadReport, Register, RouterMessage, WorkerMessage
 from runtime.grpc_life import channel
 from runtime.kv_event_log import CacheChange, KVEventLog
+from runtime.protocol_version import CONTROL_VERSION, control_version
+from runtime.router_names import Lookup, RouterNames
 from runtime.tls import ChannelTls
 
 _log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
 MAX_EVENTS_PER_MESSAGE = 4096
 _REGISTER_TIMEOUT_S = 10.0
 _WRITE_TIMEOUT_S = 20.0
@@ -49,11 +53,13 @@ _Stream = grpc.aio.StreamStreamCall[WorkerMessage, RouterMessage]
 
 @dataclass(frozen=True, slots=True)
 class RetryTimes:
-    """Waits between attempts to attach, in seconds, each shortened by a random share of up to a half."""
+    """Waits between attempts to attach, in seconds, each shortened by a random share of up to a half; and between two
+    lookups of a name."""
 
     first_s: float = 0.1
     longest_s: float = 3.0
     after_refusal_s: float = 15.0
+    lookup_s: float = 3.0
 
     def delay_s(self, failures: int, rng: random.Random) -> float:
         """The wait after that many failures in a row (1 or more)."""
@@ -65,17 +71,21 @@ class RetryTimes:
         return self.after_refusal_s * rng.uniform(0.5, 1.0)
 
 
+class _RefusedRouterError(Exception):
+    """This worker does not want to be attached to that router; the message says why."""
+
+
 class MembershipClient:
     """Keeps this worker attached to its routers. All methods: event-loop thread only."""
 
     def __init__(
         self,
-        router_addresses: Sequence[str],
+        router_addresses: Sequence[str | RouterNames],
         secret: bytes,
         register: Register,
         load: Callable[[], LoadReport],
         kv_events: KVEventLog,
-        on_drain: Callable[[], None],
+        on_order: Callable[[RouterMessage], None],
         *,
         tls: ChannelTls | None = None,
         report_interval_s: float = 0.25,
@@ -83,45 +93,88 @@ class MembershipClient:
     ) -> None:
         """`load` is called on the event loop each interval and link: it must only read a snapshot.
 
-        `on_drain` is called, possibly more than once, when a router asks this worker to take no new work.
-        `protocol_version` and `pid` of `register` are filled in here.
+        `on_order` is called with each `drain` and `set_role` that a router sends; several routers may send the same.
+        The protocol's version and `pid` of `register` are filled in here.
         """
         message = Register()
         message.CopyFrom(register)
-        message.protocol_version = PROTOCOL_VERSION
+        message.protocol_version, message.protocol_minor = CONTROL_VERSION.major, CONTROL_VERSION.minor
         message.pid = os.getpid()
-        state = _Worker(secret, tls, message, load, kv_events, on_drain, report_interval_s)
+        state = _Worker(secret, tls, message, load, kv_events, on_order, report_interval_s)
         rng = random.Random(message.incarnation)
         self._worker = state
-        self._links = [_RouterLink(address, state, retry or RetryTimes(), rng) for address in router_addresses]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._retry = retry or RetryTimes()
+        self._rng = rng
+        self._fixed = frozenset(address for address in router_addresses if isinstance(address, str))
+        self._lookups = [Lookup(names) for names in router_addresses if not isinstance(names, str)]
+        self._links: dict[str, _RouterLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[None]] = set()  # lookups, and links that are ending
 
     @property
     def num_attached(self) -> int:
         """Routers that this worker is registered with right now."""
-        return sum(link.attached.is_set() for link in self._links)
+        return sum(link.attached.is_set() for link in self._links.values())
 
     def start(self) -> None:
         """Begin dialling every router; returns at once."""
-        self._tasks = [asyncio.create_task(link.run(), name=f"membership {link.address}") for link in self._links]
+        self._follow()
+        for lookup in self._lookups:
+            self._others.add(asyncio.create_task(self._look_up(lookup), name=f"lookup {lookup.names}"))
 
     async def wait_attached(self) -> None:
-        """Return when every router has accepted this worker at least once since `start`."""
-        for link in self._links:
+        """Return when every router has accepted this worker at least once since `start`; of those that share a name,
+        every one that it had when it was first looked up."""
+        for lookup in self._lookups:
+            await lookup.answered.wait()
+        for link in list(self._links.values()):
             await link.attached_once.wait()
 
-    def announce_draining(self) -> None:
-        """Tell every router, now and after any reconnect, to send no new work. Heartbeats go on. Idempotent."""
-        self._worker.draining = True
-        for link in self._links:
+    def announce_draining(self, draining: bool = True) -> None:
+        """Tell every router, now and after any reconnect, to send no new work; or that this is over. Heartbeats go on.
+        Idempotent."""
+        self._worker.draining = draining
+        for link in self._links.values():
             link.wake.set()
 
     async def stop(self) -> None:
         """Detach from all routers. Idempotent."""
-        for task in self._tasks:
+        tasks = [*self._tasks.values(), *self._others]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks = {}
+        self._others = set()
+
+    async def _look_up(self, lookup: Lookup) -> None:
+        """Runs until cancelled."""
+        while True:
+            if await lookup.once():
+                self._follow()
+            await asyncio.sleep(self._retry.lookup_s)
+
+    def _follow(self) -> None:
+        """Have a link to every router there is, and to no other that does not hold one up by itself."""
+        wanted = self._fixed.union(*(lookup.found for lookup in self._lookups))
+        for address in sorted(wanted):
+            link = self._links.get(address) or _RouterLink(address, self._worker, self._retry, self._rng)
+            link.is_wanted = True
+            if address not in self._links or self._tasks[address].done():
+                self._links[address] = link
+                self._tasks[address] = asyncio.create_task(link.run(), name=f"membership {address}")
+        for address in self._links.keys() - wanted:
+            self._links[address].is_wanted = False
+            if not self._links[address].attached.is_set():
+                self._drop(address)
+
+    def _drop(self, address: str) -> None:
+        _log.info("router %s is gone", address)
+        # Whoever waits for it to accept this worker waits for nothing.
+        self._links.pop(address).attached_once.set()
+        task = self._tasks.pop(address)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+        task.cancel()
 
 
 @dataclass(slots=True)
@@ -133,7 +186,7 @@ class _Worker:
     register: Register
     load: Callable[[], LoadReport]
     kv_events: KVEventLog
-    on_drain: Callable[[], None]
+    on_order: Callable[[RouterMessage], None]
     report_interval_s: float
     draining: bool = False
 
@@ -146,6 +199,7 @@ class _RouterLink:
         self.attached = asyncio.Event()
         self.attached_once = asyncio.Event()
         self.wake = asyncio.Event()
+        self.is_wanted = True  # Once it is not, the stream there is goes on to its end, and no other is begun.
         self._worker = worker
         self._retry = retry
         self._rng = rng
@@ -155,7 +209,7 @@ class _RouterLink:
         self._sent_draining = False
 
     async def run(self) -> None:
-        while True:
+        while self.is_wanted:
             delay_s = await self._attach_once()
             await asyncio.sleep(delay_s)
 
@@ -178,6 +232,10 @@ class _RouterLink:
                 _log.error("router %s refuses this worker: %s", self.address, error.details())
                 return delay_s
             reason = f"{error.code().name}: {error.details()}"
+        except _RefusedRouterError as refusal:
+            self._failures = 0
+            _log.error("this worker does not attach to router %s: %s", self.address, refusal)
+            return self._retry.refusal_delay_s(self._rng)
         except (TimeoutError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             reason = f"no answer in time ({type(error).__name__})"
         except Exception:
@@ -198,6 +256,7 @@ class _RouterLink:
         if not isinstance(answer, RouterMessage):
             await _raise_status(stream)
             return
+        _check_router(answer)
         self._cursor = None
         self._sent_draining = False
         self.attached.set()
@@ -233,17 +292,17 @@ class _RouterLink:
         if kind == "resync":
             self._cursor = None
             self.wake.set()
-        elif kind == "drain":
-            self._worker.on_drain()
+        elif kind in ("drain", "set_role"):
+            self._worker.on_order(message)
 
     async def _report(self, stream: _Stream) -> None:
         for reports in itertools.count():
             if reports == _REPORTS_UNTIL_HEALTHY:
                 self._failures = 0
             self.wake.clear()
-            if self._worker.draining and not self._sent_draining:
-                self._sent_draining = True
-                await _write(stream, WorkerMessage(draining=Draining()))
+            if self._worker.draining != self._sent_draining:
+                self._sent_draining = self._worker.draining
+                await _write(stream, WorkerMessage(draining=Draining(over=not self._sent_draining)))
             for message in self._event_messages():
                 await _write(stream, message)
             await _write(stream, WorkerMessage(load=self._worker.load()))
@@ -269,6 +328,14 @@ class _RouterLink:
         self._next_sequence += len(changes)
         events = [KVEvent(block_hash=block_hash, removed=removed) for block_hash, removed in changes]
         return KVEvents(first_sequence=first, snapshot=snapshot, events=events)
+
+
+def _check_router(answer: RouterMessage) -> None:
+    """Raises _RefusedRouterError. A router that answers with something else, before anything, is none of ours."""
+    registered = answer.registered
+    theirs = control_version(registered.protocol_version, registered.protocol_minor)
+    if refusal := CONTROL_VERSION.refusal(theirs, "the protocol between routers and workers"):
+        raise _RefusedRouterError(refusal)
 
 
 async def _write(stream: _Stream, message: WorkerMessage) -> None:

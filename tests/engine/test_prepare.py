@@ -377,6 +377,21 @@ def test_the_command_line_prints_progress_and_the_path(tmp_path: Path, capsys: p
     assert capsys.readouterr().out.splitlines()[-1] == events[-1]["path"]
 
 
+def test_a_link_leads_to_what_was_prepared_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    link = tmp_path / "model"
+    link.symlink_to(tmp_path / "what was there before")
+    arguments = [str(_source(tmp_path)), "--cache-dir", str(tmp_path / "cache"), "--link", str(link)]
+    assert prepare.main(arguments) == 0
+    assert str(link.readlink()) == capsys.readouterr().out.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".model")] == []
+
+
+def test_a_link_that_cannot_be_made_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(_source(tmp_path)), "--cache-dir", str(tmp_path / "cache")]
+    assert prepare.main([*arguments, "--link", str(tmp_path / "nowhere" / "model"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["code"] == "unavailable"
+
+
 def test_the_command_line_reports_errors_and_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "engine.prepare", str(tmp_path / "none"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
