@@ -19,6 +19,7 @@ from kvferry_rpc import internal_pb2, internal_pb2_grpc
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
 from runtime.in_flight import InFlight
+from runtime.protocol_version import CONTROL_VERSION, control_version
 from runtime.tracing import inner_context
 
 # Of one message: with 20 log probabilities each, far below what gRPC lets through.
@@ -86,6 +87,8 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session begins with hello")
         elif first.hello.incarnation != self._incarnation:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this is another life of the worker")
+        elif refusal := _version_refusal(first.hello):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
 
     async def _read_commands(self, commands: AsyncIterator[internal_pb2.DecodeCommand], session: "_Session") -> None:
         try:
@@ -264,3 +267,9 @@ class _Session:
         if not self._pending and not self._finishing:
             self._wake.clear()
         return internal_pb2.DecodeEvents(events=events)
+
+
+def _version_refusal(hello: internal_pb2.Hello) -> str:
+    """Why a router of this version is not served; empty if it is."""
+    theirs = control_version(hello.protocol_version, hello.protocol_minor)
+    return CONTROL_VERSION.refusal(theirs, "the protocol between routers and workers")

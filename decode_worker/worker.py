@@ -326,13 +326,13 @@ class DecodeWorker:
             # The blocks are the remote writer's until Fenced; or until Committed, if that is already on its way.
             del self._seq_of[job.handoff_id]
             self._quarantines[job.handoff_id] = self._engine.abort_received(job.admit.sequence)
-            self._receiver.abort(job.handoff_id, error.message if error else "cancelled by the router")
+            self._receiver.abort(job.handoff_id, error.log_text if error else "cancelled by the router")
         if error is not None:
             self._say_failed(job, error)
 
     def _say_failed(self, job: Job, error: KvferryError) -> None:
         extra = {"request_id": job.admit.request_id}
-        _log.info("given up: %s: %s", error.code_name, error.message, extra=extra)
+        _log.info("given up: %s", error.log_text, extra=extra)
         self._emit(job, DecodeEvent(failed=error.to_proto()))
 
     def _emit(self, job: Job, event: DecodeEvent) -> None:

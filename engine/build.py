@@ -1,6 +1,8 @@
 """From options to an engine that runs: the model is prepared and mapped, the pool laid out, the parts joined."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +25,11 @@ from engine.parallel.group import TensorParallel
 from engine.parallel.leader import Followers, LeaderModel
 from engine.parallel.rank import RankParts, load_rank
 from engine.parallel.shard import check_split
-from engine.prefix_holds import PoolCopies
 from engine.prepare import prepare_model
 from engine.prepared_model import PreparedModel
 from engine.sampler import Sampler
 from engine.scheduler import SchedulerConfig
+from engine.self_test import self_test
 from engine.weight_dtypes import WeightDtype
 from engine.wire import DoorLimits
 from kv_cache.block_hash import BlockHasher
@@ -126,6 +128,63 @@ def build_rank(options: EngineOptions, plan: EnginePlan, pool: memoryview, group
     return load_rank(plan.model, ops, group, lambda heads: _attention(plan, pool, threads, heads))
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its pool, ready to be stepped: what is dear to make, and the same whatever role a worker has."""
+
+    options: EngineOptions
+    plan: EnginePlan
+    runner: Runner
+    device: "DeviceEngine | None" = None
+
+    def engine(self, *, prefill_only: bool, block_manager: BlockManager | None = None) -> Engine:
+        """An engine that runs it. Only one at a time: the next one may be made when the last takes no more steps.
+
+        `block_manager`: of the engine before it, whose prefix cache goes on; None = the pool is empty. Raises
+        ValueError for a device with too little memory for what decoding needs there.
+        """
+        options, plan = self.options, self.plan
+        if self.device is not None and not prefill_only:
+            shape = GraphShape(options.max_num_seqs, plan.limits.max_context_tokens, options.block_size)
+            with _memory_of(options.device):
+                self.device.capture(shape)
+        config = SchedulerConfig(
+            token_budget=options.token_budget,
+            max_num_seqs=options.max_num_seqs,
+            max_waiting=options.max_waiting,
+            prefill_only=prefill_only,
+            speculative_tokens=0 if prefill_only else options.speculative_tokens,
+        )
+        return Engine(
+            config,
+            block_manager or BlockManager(plan.num_blocks, options.block_size),
+            BlockHasher.for_layout(plan.layout),
+            self.runner,
+            self.device.mirror if self.device is not None else None,
+        )
+
+
+def load_on_pool(
+    options: EngineOptions, plan: EnginePlan, pool: memoryview, followers: Followers | None = None
+) -> LoadedModel:
+    """Load the weights, and compute a few tokens with them (`self_test`). `pool`: writable, page-aligned,
+    `plan.pool_bytes` long; it must outlive what uses it.
+
+    With `followers` this process is rank 0 of them; whoever started them closes them after the last step. Sets torch's
+    threads, and the CPUs, of the whole process. Raises KvferryError when a part cannot be loaded, here or there, or
+    gives no token, ValueError for CPUs that it may not use or a device that does not do, OSError when a device cannot
+    have `pool` pinned.
+    """
+    _place(options)
+    if options.device != "cpu":
+        on_device = _on_device(options, plan, pool)
+        self_test(on_device.runner, plan.layout, plan.limits, on_device.mirror)
+        return LoadedModel(options, plan, on_device.runner, on_device)
+    runner = _cpu_runner(options, plan, pool, followers)
+    self_test(runner, plan.layout, plan.limits)
+    return LoadedModel(options, plan, runner)
+
+
 def build_engine(
     options: EngineOptions,
     plan: EnginePlan,
@@ -134,35 +193,8 @@ def build_engine(
     prefill_only: bool,
     followers: Followers | None = None,
 ) -> Engine:
-    """Join the parts. `pool`: writable, page-aligned, `plan.pool_bytes` long; it must outlive the engine.
-
-    With `followers` this process is rank 0 of them; whoever started them closes them after the engine's last step.
-    The engine belongs to the thread that will step it. Sets torch's threads, and the CPUs, of the whole process.
-    Raises KvferryError when a part cannot be loaded, here or there, ValueError for CPUs that it may not use or a device
-    that does not do, and OSError when a device cannot have `pool` pinned.
-    """
-    _place(options)
-    runner: Runner
-    copies: PoolCopies | None = None
-    if options.device != "cpu":
-        on_device = _on_device(options, plan, pool, prefill_only)
-        runner, copies = on_device.runner, on_device.mirror
-    else:
-        runner = _cpu_runner(options, plan, pool, followers)
-    config = SchedulerConfig(
-        token_budget=options.token_budget,
-        max_num_seqs=options.max_num_seqs,
-        max_waiting=options.max_waiting,
-        prefill_only=prefill_only,
-        speculative_tokens=0 if prefill_only else options.speculative_tokens,
-    )
-    return Engine(
-        config,
-        BlockManager(plan.num_blocks, options.block_size),
-        BlockHasher.for_layout(plan.layout),
-        runner,
-        copies,
-    )
+    """Load the model and make an engine of it, which belongs to the thread that will step it. As `load_on_pool`."""
+    return load_on_pool(options, plan, pool, followers).engine(prefill_only=prefill_only)
 
 
 def _cpu_runner(options: EngineOptions, plan: EnginePlan, pool: memoryview, followers: Followers | None) -> ModelRunner:
@@ -177,18 +209,21 @@ def _cpu_runner(options: EngineOptions, plan: EnginePlan, pool: memoryview, foll
     return ModelRunner(model, attention, Sampler(), options.block_size)
 
 
-def _on_device(options: EngineOptions, plan: EnginePlan, pool: memoryview, prefill_only: bool) -> "DeviceEngine":
+def _on_device(options: EngineOptions, plan: EnginePlan, pool: memoryview) -> "DeviceEngine":
     try:  # Not at the top: it needs Triton, which is an extra.
         from engine.execution.build import build_on_device, cuda_device
     except ImportError as error:
         raise ValueError(f"--device {options.device} needs Triton: pip install kvferry[gpu] ({error})") from error
-    shape = None
-    if not prefill_only:
-        shape = GraphShape(options.max_num_seqs, plan.limits.max_context_tokens, options.block_size)
+    with _memory_of(options.device):
+        return build_on_device(plan.model, plan.layout, pool, None, cuda_device(options.device))
+
+
+@contextmanager
+def _memory_of(device: str) -> Iterator[None]:
     try:
-        return build_on_device(plan.model, plan.layout, pool, shape, cuda_device(options.device))
+        yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"--device {options.device} has too little memory (--num-blocks): {error}") from error
+        raise ValueError(f"--device {device} has too little memory (--num-blocks): {error}") from error
 
 
 def _place(options: EngineOptions) -> None:

@@ -68,6 +68,13 @@ class EngineLoad:
     drafted_tokens: int = 0  # guessed ahead and computed
     accepted_tokens: int = 0  # of those: right, and part of a text
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no sequence was known, and no block in use or in quarantine."""
+        return self.blocks.available == self.blocks.total and not (
+            self.num_running or self.num_waiting or self.num_receiving
+        )
+
 
 class Engine:
     """Scheduler, pool and model of one worker. Not thread-safe: EngineLoop gives it an owner thread."""

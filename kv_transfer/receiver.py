@@ -189,18 +189,18 @@ class HandoffReceiver:
             refused = {kind.value: count for kind, count in self._table.refused.items()}
             return ReceiverSnapshot(self._table.counts(), len(self._inlets), refused)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> bool:
         """Fail what is open, fence what can be fenced within the time, close links, end all threads. Idempotent.
 
-        Only a one-sided writer that does not answer (a stopped process) can be left unfenced: the pool must not be
-        reused after that. Close the receiver before its pool.
+        Only a one-sided writer that does not answer (a stopped process) can be left unfenced: False, and the pool must
+        not be reused. Close the receiver before its pool.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._listener is None:
-            return
+            return True
         self._listener.close()
         self._run(lambda: self._table.abort_all(Failure("the decode worker is closing", ErrorCode.CANCELLED)))
         with self._changed:
@@ -220,6 +220,8 @@ class HandoffReceiver:
             inlet.link.break_off("the decode worker is closing")
         _join([*channels.values(), self._acceptor], deadline)
         self._timer.close(deadline - time.monotonic())
+        with self._changed:
+            return self._is_fenced()
 
     # ---- links
 

@@ -1,4 +1,4 @@
-"""`python -m prefill_worker`: one prefill worker process."""
+"""`python -m prefill_worker`: one worker process, which begins as a prefill worker."""
 
 import sys
 
@@ -6,21 +6,13 @@ from runtime.collector import loading
 
 with loading():
     from prefill_worker.config import PrefillConfig
-    from prefill_worker.process import PrefillProcess
     from runtime.config import parse_config
-    from runtime.process import run_service
-    from runtime.telemetry import setup_logging
-    from runtime.worker_host import host_worker
+    from worker.main import run_worker
 
 
 def main() -> int:
     """Parse flags, serve until drained. Returns the exit status."""
-    config = parse_config(PrefillConfig, prog="prefill_worker")
-    setup_logging(level=config.log_level, json_lines=config.log_json, process=config.worker_id)
-    return run_service(
-        lambda shutdown: host_worker(config, "prefill", lambda secret: PrefillProcess(config, secret), shutdown),
-        exit_on_stdin_close=config.exit_on_stdin_close,
-    )
+    return run_worker(parse_config(PrefillConfig, prog="prefill_worker"), "prefill")
 
 
 if __name__ == "__main__":

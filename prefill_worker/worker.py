@@ -311,12 +311,12 @@ class PrefillWorker:
             job.quarantine_id = quarantine_id
         if job.pull is not None:
             self._puller.give_up(job.pull)
-        self._sender.abort(handoff_id, error.message if error else "cancelled by the router")
+        self._sender.abort(handoff_id, error.log_text if error else "cancelled by the router")
         if self._unanswered.pop(handoff_id, None) is not None:
             self._trace(job, None, error.code_name if error else "cancelled")
             if error is not None:
                 extra = {"request_id": job.submit.request_id}
-                _log.info("given up: %s: %s", error.code_name, error.message, extra=extra)
+                _log.info("given up: %s", error.log_text, extra=extra)
                 self._answer(job.submit, error)
 
     def _on_drained(self, handoff_id: str) -> None:

@@ -40,8 +40,8 @@ class InFlight:
         finally:
             self.leave()
 
-    async def wait_zero(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; False if that took longer than `timeout_s`."""
+    async def wait_zero(self, timeout_s: float | None) -> bool:
+        """Wait until nothing is under way; False if that took longer than `timeout_s` (None: as long as it takes)."""
         try:
             await asyncio.wait_for(self._zero.wait(), timeout_s)
         except TimeoutError:

@@ -1,6 +1,6 @@
 """An engine's parts on a device of its own: weights, pool, kernels, captured steps, and the pool's mirror."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -31,12 +31,22 @@ _ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class DeviceEngine:
     """What is different in an engine on a device."""
 
-    runner: DeviceRunner
-    mirror: PoolMirror
+    def __init__(self, runner: DeviceRunner, mirror: PoolMirror, graphs: Callable[[GraphShape], GraphPool] | None):
+        """`graphs` makes captured steps; None where the model's cannot be captured."""
+        self.runner = runner
+        self.mirror = mirror
+        self._graphs = graphs
+
+    def capture(self, shape: GraphShape) -> None:
+        """Capture decode steps for batches of this shape, which an engine that decodes wants; once is enough.
+
+        Takes seconds. Raises torch.OutOfMemoryError when the device has too little memory.
+        """
+        if self._graphs is not None and not self.runner.has_graphs:
+            self.runner.use_graphs(self._graphs(shape))
 
 
 def cuda_device(name: str) -> CudaDevice:
@@ -47,9 +57,9 @@ def cuda_device(name: str) -> CudaDevice:
 def build_on_device(
     prepared: PreparedModel, layout: KVCacheLayout, host_pool: memoryview, shape: GraphShape | None, device: Device
 ) -> DeviceEngine:
-    """Move the model to the device, take a pool there as large as `host_pool`, which mirrors it, and capture steps.
+    """Move the model to the device, and take a pool there as large as `host_pool`, which mirrors it.
 
-    `shape`: of decode batches; None where nothing is decoded, and so nothing captured.
+    `shape`: of decode batches, whose steps are captured; None where nothing is decoded yet.
     Takes seconds to minutes the first time, as kernels are compiled. Raises KvferryError for a model that cannot be
     used, OSError when `host_pool` cannot be pinned, torch.OutOfMemoryError when the device has too little memory.
     """
@@ -62,13 +72,19 @@ def build_on_device(
         staging = Staging(device)
         mirror = PoolMirror(device, pool, device.shared_buffer(host_pool[:size_bytes]), layout)
 
-        def decode_logits(batch: Batch) -> Tensor:
-            return model.logits(model.forward(batch, attention, no_hook))
+    def decode_logits(batch: Batch) -> Tensor:
+        return model.logits(model.forward(batch, attention, no_hook))
 
-        graphs = None
-        # Experts are chosen on the host.
-        if shape is not None and prepared.config.experts is None:
-            graphs = GraphPool(decode_logits, shape, device, staging, device.capture)
-            graphs.capture_all()
-    parts = DeviceParts(device, staging, graphs, TritonSampler(), mirror)
-    return DeviceEngine(DeviceRunner(model, attention, parts, Sampler(), layout.block_size), mirror)
+    def graphs(shape: GraphShape) -> GraphPool:
+        with device.queueing(), torch.inference_mode():
+            captured = GraphPool(decode_logits, shape, device, staging, device.capture)
+            captured.capture_all()
+        return captured
+
+    parts = DeviceParts(device, staging, None, TritonSampler(), mirror)
+    runner = DeviceRunner(model, attention, parts, Sampler(), layout.block_size)
+    # Experts are chosen on the host.
+    engine = DeviceEngine(runner, mirror, graphs if prepared.config.experts is None else None)
+    if shape is not None:
+        engine.capture(shape)
+    return engine

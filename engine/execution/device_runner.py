@@ -130,6 +130,15 @@ class DeviceRunner:
         self.prepared_steps = 0  # laid out ahead
         self.steps_as_prepared = 0  # of these: were the step that followed
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether any step is a captured graph."""
+        return self._parts.graphs is not None
+
+    def use_graphs(self, graphs: GraphPool) -> None:
+        """From now on, steps that fit are these. Between steps only."""
+        self._parts = replace(self._parts, graphs=graphs)
+
     def run(self, schedule: Schedule, on_layer: LayerHook | None = None) -> dict[str, RowResult]:
         """See ModelRunner.run; but `on_layer(l)` is called once the KV of layer l can be read on the host, which may be
         after the layer's attention, in order, and before this returns."""

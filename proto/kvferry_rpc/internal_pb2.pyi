@@ -59,7 +59,7 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def draining(self) -> Global___Draining:
-        """The worker takes no new work and will detach when done."""
+        """The worker takes no new work, or does so again."""
 
     def __init__(
         self,
@@ -96,8 +96,9 @@ class Register(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this file's contract; the router refuses another."""
+    """Major version of this file's contract; the router refuses another."""
     worker_id: _builtins.str
     """Unique in the cluster, stable over restarts."""
     incarnation: _builtins.bytes
@@ -117,6 +118,8 @@ class Register(_message.Message):
     """Sequences a step at most."""
     pid: _builtins.int
     """For people."""
+    protocol_minor: _builtins.int
+    """Minor version; the router refuses one that is more than one away from its own."""
     @_builtins.property
     def layout(self) -> _common_pb2.KVCacheLayout:
         """Must agree with the other workers of the model."""
@@ -141,10 +144,11 @@ class Register(_message.Message):
         max_num_seqs: _builtins.int = ...,
         pid: _builtins.int = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        protocol_minor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "token_budget", b"token_budget", "transports", b"transports", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "layout", b"layout", "max_context_tokens", b"max_context_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_minor", b"protocol_minor", "protocol_version", b"protocol_version", "role", b"role", "token_budget", b"token_budget", "transports", b"transports", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -295,12 +299,17 @@ Global___KVEvent: _TypeAlias = KVEvent  # noqa: Y015
 class Draining(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    OVER_FIELD_NUMBER: _builtins.int
+    over: _builtins.bool
+    """It was to leave, or to take another role, and stays after all."""
     def __init__(
         self,
+        *,
+        over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["over", b"over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -313,6 +322,7 @@ class RouterMessage(_message.Message):
     REGISTERED_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    SET_ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___Registered:
         """Answer to a good Register."""
@@ -323,7 +333,11 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def drain(self) -> Global___Drain:
-        """Take no new work."""
+        """Take no new work; what runs goes on. Answered by `draining`."""
+
+    @_builtins.property
+    def set_role(self) -> Global___SetRole:
+        """Drain, then attach again in this role. Answered by `draining`."""
 
     def __init__(
         self,
@@ -331,12 +345,13 @@ class RouterMessage(_message.Message):
         registered: Global___Registered | None = ...,
         resync: Global___Resync | None = ...,
         drain: Global___Drain | None = ...,
+        set_role: Global___SetRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "kind", b"kind", "registered", b"registered", "resync", b"resync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "kind", b"kind", "registered", b"registered", "resync", b"resync", "set_role", b"set_role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "kind", b"kind", "registered", b"registered", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "kind", b"kind", "registered", b"registered", "resync", b"resync", "set_role", b"set_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["registered", "resync", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["registered", "resync", "drain", "set_role"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -347,15 +362,22 @@ class Registered(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    protocol_version: _builtins.int
+    """As in Register, of the router; 0 = it is older than minor versions. The worker judges too."""
+    protocol_minor: _builtins.int
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
+        protocol_minor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_minor", b"protocol_minor", "protocol_version", b"protocol_version", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -380,6 +402,47 @@ Global___Resync: _TypeAlias = Resync  # noqa: Y015
 class Drain(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    OVER_FIELD_NUMBER: _builtins.int
+    over: _builtins.bool
+    """Take work again, and stay in the role at hand."""
+    def __init__(
+        self,
+        *,
+        over: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["over", b"over"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class SetRole(_message.Message):
+    """Without effect on a worker that has this role. One that cannot become free says that its draining is over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    def __init__(
+        self,
+        *,
+        role: Global___Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRole: _TypeAlias = SetRole  # noqa: Y015
+
+@_typing.final
+class ObserveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     def __init__(
         self,
     ) -> None: ...
@@ -389,7 +452,166 @@ class Drain(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Drain: _TypeAlias = Drain  # noqa: Y015
+Global___ObserveRequest: _TypeAlias = ObserveRequest  # noqa: Y015
+
+@_typing.final
+class FleetState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    REQUESTS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    REQUESTS_QUEUED_FIELD_NUMBER: _builtins.int
+    SLO_MET_FIELD_NUMBER: _builtins.int
+    SLO_MISSED_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    requests_in_flight: _builtins.int
+    """Accepted by this router and not finished."""
+    requests_queued: _builtins.int
+    """Of those, waiting for a place or for room on a worker."""
+    slo_met: _builtins.int
+    """Requests of a service class that met its targets; since the start of this router."""
+    slo_missed: _builtins.int
+    """Those that did not, or had no answer; cancelled ones count nowhere."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]:
+        """In the order of their ids."""
+
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        workers: _abc.Iterable[Global___FleetWorker] | None = ...,
+        requests_in_flight: _builtins.int = ...,
+        requests_queued: _builtins.int = ...,
+        slo_met: _builtins.int = ...,
+        slo_missed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests_in_flight", b"requests_in_flight", "requests_queued", b"requests_queued", "router_id", b"router_id", "slo_met", b"slo_met", "slo_missed", b"slo_missed", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetState: _TypeAlias = FleetState  # noqa: Y015
+
+@_typing.final
+class FleetWorker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGISTER_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REQUESTS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    REPORT_AGE_MS_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """ready, draining, stalled or failing."""
+    requests_in_flight: _builtins.int
+    """Of this router."""
+    report_age_ms: _builtins.int
+    @_builtins.property
+    def register(self) -> Global___Register: ...
+    @_builtins.property
+    def load(self) -> Global___LoadReport: ...
+    def __init__(
+        self,
+        *,
+        register: Global___Register | None = ...,
+        load: Global___LoadReport | None = ...,
+        state: _builtins.str = ...,
+        requests_in_flight: _builtins.int = ...,
+        report_age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "register", b"register"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "register", b"register", "report_age_ms", b"report_age_ms", "requests_in_flight", b"requests_in_flight", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetWorker: _TypeAlias = FleetWorker  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    over: _builtins.bool
+    """As in Drain."""
+    force: _builtins.bool
+    """Even if nobody is left to do its part."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        over: _builtins.bool = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "over", b"over", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class SetWorkerRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: Global___Role.ValueType
+    force: _builtins.bool
+    """As in DrainWorkerRequest."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: Global___Role.ValueType = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerRoleRequest: _TypeAlias = SetWorkerRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetWorkerRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerRoleResponse: _TypeAlias = SetWorkerRoleResponse  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):
@@ -763,18 +985,25 @@ class Hello(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.bytes
     """Of the worker that the router believes it talks to; another is refused."""
+    protocol_version: _builtins.int
+    """As in Registered: the worker refuses a router that is too far from it."""
+    protocol_minor: _builtins.int
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         incarnation: _builtins.bytes = ...,
+        protocol_version: _builtins.int = ...,
+        protocol_minor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "protocol_minor", b"protocol_minor", "protocol_version", b"protocol_version", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

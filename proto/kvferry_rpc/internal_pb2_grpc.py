@@ -105,6 +105,175 @@ class Membership:
             _registered_method=True)
 
 
+class FleetStub:
+    """---- Served by the router: the fleet ----------------------------------------------------------------------------
+
+    For whoever adds, drains and removes workers. Each router tells what it knows; what one orders holds for all of them.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Observe = channel.unary_unary(
+                '/kvferry.internal.v1.Fleet/Observe',
+                request_serializer=kvferry__rpc_dot_internal__pb2.ObserveRequest.SerializeToString,
+                response_deserializer=kvferry__rpc_dot_internal__pb2.FleetState.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvferry.internal.v1.Fleet/Drain',
+                request_serializer=kvferry__rpc_dot_internal__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=kvferry__rpc_dot_internal__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/kvferry.internal.v1.Fleet/SetRole',
+                request_serializer=kvferry__rpc_dot_internal__pb2.SetWorkerRoleRequest.SerializeToString,
+                response_deserializer=kvferry__rpc_dot_internal__pb2.SetWorkerRoleResponse.FromString,
+                _registered_method=True)
+
+
+class FleetServicer:
+    """---- Served by the router: the fleet ----------------------------------------------------------------------------
+
+    For whoever adds, drains and removes workers. Each router tells what it knows; what one orders holds for all of them.
+    """
+
+    def Observe(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Returns once the order is on its way. INVALID_ARGUMENT: no such worker; nobody ready would be left to do its part;
+        or, in the new role, its blocks would not go with those of another worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_FleetServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Observe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Observe,
+                    request_deserializer=kvferry__rpc_dot_internal__pb2.ObserveRequest.FromString,
+                    response_serializer=kvferry__rpc_dot_internal__pb2.FleetState.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvferry__rpc_dot_internal__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=kvferry__rpc_dot_internal__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=kvferry__rpc_dot_internal__pb2.SetWorkerRoleRequest.FromString,
+                    response_serializer=kvferry__rpc_dot_internal__pb2.SetWorkerRoleResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvferry.internal.v1.Fleet', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvferry.internal.v1.Fleet', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Fleet:
+    """---- Served by the router: the fleet ----------------------------------------------------------------------------
+
+    For whoever adds, drains and removes workers. Each router tells what it knows; what one orders holds for all of them.
+    """
+
+    @staticmethod
+    def Observe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.internal.v1.Fleet/Observe',
+            kvferry__rpc_dot_internal__pb2.ObserveRequest.SerializeToString,
+            kvferry__rpc_dot_internal__pb2.FleetState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.internal.v1.Fleet/Drain',
+            kvferry__rpc_dot_internal__pb2.DrainWorkerRequest.SerializeToString,
+            kvferry__rpc_dot_internal__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.internal.v1.Fleet/SetRole',
+            kvferry__rpc_dot_internal__pb2.SetWorkerRoleRequest.SerializeToString,
+            kvferry__rpc_dot_internal__pb2.SetWorkerRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class PrefillWorkerStub:
     """---- Served by a prefill worker ---------------------------------------------------------------------------------
 

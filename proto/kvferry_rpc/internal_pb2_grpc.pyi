@@ -63,6 +63,70 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class FleetStub:
+    """---- Served by the router: the fleet ----------------------------------------------------------------------------
+
+    For whoever adds, drains and removes workers. Each router tells what it knows; what one orders holds for all of them.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> FleetAsyncStub: ...
+    Observe: _grpc.UnaryUnaryMultiCallable[_internal_pb2.ObserveRequest, _internal_pb2.FleetState]
+    Drain: _grpc.UnaryUnaryMultiCallable[_internal_pb2.DrainWorkerRequest, _internal_pb2.DrainWorkerResponse]
+    """Returns once the order is on its way. INVALID_ARGUMENT: no such worker; nobody ready would be left to do its part;
+    or, in the new role, its blocks would not go with those of another worker.
+    """
+    SetRole: _grpc.UnaryUnaryMultiCallable[_internal_pb2.SetWorkerRoleRequest, _internal_pb2.SetWorkerRoleResponse]
+
+@_typing.type_check_only
+class FleetAsyncStub(FleetStub):
+    """---- Served by the router: the fleet ----------------------------------------------------------------------------
+
+    For whoever adds, drains and removes workers. Each router tells what it knows; what one orders holds for all of them.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Observe: _aio.UnaryUnaryMultiCallable[_internal_pb2.ObserveRequest, _internal_pb2.FleetState]  # type: ignore[assignment]
+    Drain: _aio.UnaryUnaryMultiCallable[_internal_pb2.DrainWorkerRequest, _internal_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Returns once the order is on its way. INVALID_ARGUMENT: no such worker; nobody ready would be left to do its part;
+    or, in the new role, its blocks would not go with those of another worker.
+    """
+    SetRole: _aio.UnaryUnaryMultiCallable[_internal_pb2.SetWorkerRoleRequest, _internal_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
+
+class FleetServicer(metaclass=_abc_1.ABCMeta):
+    """---- Served by the router: the fleet ----------------------------------------------------------------------------
+
+    For whoever adds, drains and removes workers. Each router tells what it knows; what one orders holds for all of them.
+    """
+
+    @_abc_1.abstractmethod
+    def Observe(
+        self,
+        request: _internal_pb2.ObserveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_internal_pb2.FleetState, _abc.Awaitable[_internal_pb2.FleetState]]: ...
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _internal_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_internal_pb2.DrainWorkerResponse, _abc.Awaitable[_internal_pb2.DrainWorkerResponse]]:
+        """Returns once the order is on its way. INVALID_ARGUMENT: no such worker; nobody ready would be left to do its part;
+        or, in the new role, its blocks would not go with those of another worker.
+        """
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _internal_pb2.SetWorkerRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_internal_pb2.SetWorkerRoleResponse, _abc.Awaitable[_internal_pb2.SetWorkerRoleResponse]]: ...
+
+def add_FleetServicer_to_server(servicer: FleetServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class PrefillWorkerStub:
     """---- Served by a prefill worker ---------------------------------------------------------------------------------"""
 

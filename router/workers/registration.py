@@ -4,7 +4,7 @@ from kv_cache.layout import KVCacheLayout, LayoutVerdict
 from kv_transfer.convert import layout_refusal
 from kvferry_rpc.internal_pb2 import Register, Role
 from runtime.errors import invalid
-from runtime.membership import PROTOCOL_VERSION
+from runtime.protocol_version import CONTROL_VERSION, ProtocolVersion
 
 _MAX_WORKER_ID_CHARS = 128
 _INCARNATION_BYTES = 16
@@ -25,8 +25,9 @@ def refusal_between(register: Register, layout: KVCacheLayout, other: Register, 
 
 def check_registration(register: Register) -> KVCacheLayout:
     """The layout of a sane registration. Raises KvferryError (INVALID_REQUEST) naming the field."""
-    if register.protocol_version != PROTOCOL_VERSION:
-        raise invalid("protocol_version", f"is {register.protocol_version} there and {PROTOCOL_VERSION} here")
+    theirs = ProtocolVersion(register.protocol_version, register.protocol_minor)
+    if refusal := CONTROL_VERSION.refusal(theirs, "the protocol between routers and workers"):
+        raise invalid("protocol_version", refusal)
     if not 1 <= len(register.worker_id) <= _MAX_WORKER_ID_CHARS or not register.worker_id.isprintable():
         raise invalid("worker_id", f"must be 1 to {_MAX_WORKER_ID_CHARS} printable characters")
     if len(register.incarnation) != _INCARNATION_BYTES:

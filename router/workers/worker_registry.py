@@ -17,8 +17,9 @@ from kv_cache.layout import KVCacheLayout
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import KVEvents, LoadReport, Register, Role
 from router.policy import ClusterLoad, Health, RequestShape, WorkerLoad, cached_prefix_tokens
-from router.workers.breaker import Breaker, BreakerState
-from router.workers.prefix_index import Applied, PrefixIndex
+from router.workers.attached_worker import AttachedWorker, Order, WorkerLease
+from router.workers.breaker import BreakerState
+from router.workers.prefix_index import Applied
 from router.workers.registration import check_registration, refusal_between
 from runtime.clock import Clock
 from runtime.errors import KvferryError, invalid
@@ -94,62 +95,6 @@ class RegistryListener(Protocol):
         ...
 
 
-class AttachedWorker:
-    """The registry's own record of one incarnation. `membership_service.py` feeds it; others see views."""
-
-    __slots__ = (
-        "breaker",
-        "draining",
-        "full",
-        "in_flight",
-        "index",
-        "layout",
-        "load",
-        "on_replaced",
-        "pending_tokens",
-        "register",
-        "reported_at",
-        "suspect",
-    )
-
-    def __init__(self, register: Register, layout: KVCacheLayout, now: float, on_replaced: Callable[[], None]) -> None:
-        self.register = register
-        self.layout = layout
-        self.on_replaced = on_replaced
-        self.load = LoadReport(blocks_free=register.num_blocks)
-        self.index = PrefixIndex(register.num_blocks)
-        self.reported_at = now
-        self.draining = False
-        self.suspect = False
-        self.breaker = Breaker()
-        self.full = False
-        self.in_flight = 0
-        self.pending_tokens = 0
-
-
-class WorkerLease:
-    """One request's share of a worker. Made by `WorkerRegistry.lease`; event-loop thread only."""
-
-    __slots__ = ("_pending_tokens", "_worker", "is_probe", "was_refused")
-
-    def __init__(self, worker: AttachedWorker, pending_tokens: int) -> None:
-        self.was_refused = False
-        self._worker = worker
-        self._pending_tokens = pending_tokens
-        worker.in_flight += 1
-        worker.pending_tokens += pending_tokens
-        self.is_probe = worker.breaker.entered()
-
-    def computed(self) -> None:
-        """The prompt is computed: its tokens no longer wait there. Idempotent."""
-        self._worker.pending_tokens -= self._pending_tokens
-        self._pending_tokens = 0
-
-    def refused(self) -> None:
-        """The worker had no room for this request, so the end of the lease is no sign of room."""
-        self.was_refused = True
-
-
 class WorkerRegistry:
     """The attached workers of one model. Event-loop thread only."""
 
@@ -167,10 +112,12 @@ class WorkerRegistry:
         """Tell `listener` of changes from now on."""
         self._listeners.append(listener)
 
-    def attach(self, register: Register, on_replaced: Callable[[], None]) -> AttachedWorker:
+    def attach(
+        self, register: Register, on_replaced: Callable[[], None], order: Order = lambda message: None
+    ) -> AttachedWorker:
         """Admit a worker; an earlier one with the same id is detached first.
 
-        `on_replaced` is called when, one day, a later one takes this worker's place.
+        `on_replaced` is called when, one day, a later one takes this worker's place. `order` is how it is told things.
         Raises KvferryError (INVALID_REQUEST, naming both values when it does not match the others; OVERLOADED).
         """
         layout = check_registration(register)
@@ -182,7 +129,7 @@ class WorkerRegistry:
             _log.warning("worker %s attached again: its earlier stream is dropped", register.worker_id)
             self.detach(earlier)
             earlier.on_replaced()
-        worker = AttachedWorker(register, layout, self._clock.now(), on_replaced)
+        worker = AttachedWorker(register, layout, self._clock.now(), on_replaced, order)
         self._workers[register.worker_id] = worker
         self._hashers.setdefault(layout, BlockHasher.for_layout(layout))
         _log.info("%s worker %s attached at %s", _ROLE_NAMES[register.role], register.worker_id, register.address)
@@ -219,9 +166,15 @@ class WorkerRegistry:
         """Take cache events. True when events were lost and the worker must send a snapshot."""
         return worker.index.apply(events.first_sequence, events.snapshot, events.events) is Applied.NEEDS_RESYNC
 
-    def drain(self, worker: AttachedWorker) -> None:
-        """The worker takes no new work."""
-        worker.draining = True
+    def drain(self, worker: AttachedWorker, draining: bool = True) -> None:
+        """The worker takes no new work, or does so again."""
+        worker.draining = draining
+        if not draining:
+            self._room_changed()
+
+    def attached(self) -> list[tuple[AttachedWorker, Health]]:
+        """The records of all attached workers, and how each is."""
+        return [(worker, self._health(worker)) for worker in self._workers.values()]
 
     # ---- the request side ----
 

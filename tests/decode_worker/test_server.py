@@ -23,7 +23,8 @@ from kvferry_rpc.internal_pb2 import (
 from kvferry_rpc.internal_pb2_grpc import DecodeWorkerStub
 from runtime.errors import ErrorCode, KvferryError, invalid
 from runtime.grpc_life import channel
-from tests.support.decode_door import Bench, admit, decode_door, done, read, status, token
+from runtime.protocol_version import CONTROL_VERSION
+from tests.support.decode_door import INCARNATION, Bench, admit, decode_door, done, read, status, token
 from tests.support.scripted_grammars import FreeText
 from tests.support.scripted_loop import WAIT_S
 
@@ -64,6 +65,22 @@ async def test_a_session_with_another_life_of_the_worker_is_refused(bench: Bench
     await call.write(DecodeCommand(hello=Hello(router_id="r", incarnation=b"o" * 16)))
     assert await status(call) == grpc.StatusCode.FAILED_PRECONDITION
     assert bench.loop.commands == []
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+async def test_a_session_with_a_router_of_a_later_release_than_the_next_is_refused(bench: Bench, distance: int) -> None:
+    theirs = {"protocol_version": CONTROL_VERSION.major, "protocol_minor": CONTROL_VERSION.minor + distance}
+    call = bench.stub.Session()
+    await call.write(DecodeCommand(hello=Hello(router_id="r", incarnation=INCARNATION, **theirs)))
+    if distance == 1:
+        # A command that this worker has not heard of, and then one that it has.
+        await call.write(DecodeCommand.FromString(b"\x9a\x06\x02\x08\x01"))
+        await bench.admitted(call)
+        call.cancel()
+    else:
+        assert await status(call) == grpc.StatusCode.FAILED_PRECONDITION
+        assert f"and {CONTROL_VERSION} here" in (await call.details() or "")
+        assert bench.loop.commands == []
 
 
 async def test_without_the_secret_there_is_no_session(bench: Bench) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from decode_worker.config import DecodeConfig
 from decode_worker.job import AdmitRequest
-from decode_worker.process import DecodeProcess
+from decode_worker.role import DecodeRole
 from engine.sequence import SamplingParams, Sequence
 from runtime.clock import SystemClock
 from runtime.worker_host import host_worker
+from worker.main import Worker
 
 WAIT_S = 60.0  # only ever reached by a test that fails
 
@@ -33,25 +34,27 @@ async def test_a_worker_that_has_lost_a_rank_ends_at_its_next_step_and_says_whic
         tensor_parallel=2,
     )
     loop = asyncio.get_running_loop()
-    built: asyncio.Future[DecodeProcess] = loop.create_future()
+    built: asyncio.Future[tuple[Worker, DecodeRole]] = loop.create_future()
 
-    def build(secret: bytes) -> DecodeProcess:
-        process = DecodeProcess(config, secret)
-        loop.call_soon_threadsafe(built.set_result, process)
-        return process
+    class Watched(Worker):
+        def take_role(self, role: str) -> DecodeRole:
+            worker = super().take_role(role)
+            assert isinstance(worker, DecodeRole)
+            loop.call_soon_threadsafe(built.set_result, (self, worker))
+            return worker
 
-    life = asyncio.create_task(host_worker(config, "decode", build, asyncio.Event()))
+    life = asyncio.create_task(host_worker(config, "decode", lambda secret: Watched(config, secret), asyncio.Event()))
     async with asyncio.timeout(WAIT_S):
         await asyncio.wait({built, life}, return_when=asyncio.FIRST_COMPLETED)
-        process = built.result()
-        followers = process._followers
+        process, worker = built.result()
+        followers = process.parts.followers
         assert followers is not None
         (pid,) = followers.pids
         os.kill(pid, signal.SIGKILL)
         sequence = Sequence("r", [5, 6, 7], SamplingParams(max_tokens=4), max_context_tokens=64)
         deadline = SystemClock().now() + WAIT_S
         with caplog.at_level(logging.ERROR):
-            process._engine_loop.submit(AdmitRequest(1, "r", 1, sequence, True, deadline, lambda events: None))
+            worker._engine_loop.submit(AdmitRequest(1, "r", 1, sequence, True, deadline, lambda events: None))
             assert await life == 1
     assert f"rank 1 of this worker (process {pid}) was killed by SIGKILL" in caplog.text
     with pytest.raises(ProcessLookupError):
