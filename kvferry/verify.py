@@ -3,8 +3,9 @@
 1. Prompts are read and tokenised as the router does.
 2. The two references run, once, each in a process of its own.
 3. For each variant of the cluster (block sizes, transport, chunking, a pool small enough to preempt, workers of several
-   processes, guesses ahead, fewer bits on the wire) and each way of sampling, a fresh cluster answers all prompts
-   twice: with a cold and with a warm prefix cache.
+   processes, guesses ahead, fewer bits on the wire) a fresh cluster answers all prompts, for each way of sampling
+   twice: with a cold and with a warm prefix cache. Each way has a cache salt of its own, so what the first one left
+   in the caches is nothing to the next.
 4. Every answer is compared with its reference, and every receipt must prove its hand-off. Where the wire loses bits the
    text may differ: then the share of equal tokens and the error of their log probabilities are the result.
 """
@@ -19,7 +20,8 @@ from pathlib import Path
 from kv_transfer.end_facts import INSTALL, has_library
 from kv_transfer.options import WireDtype
 from kvferry.cluster_spec import ClusterSpec
-from kvferry.launcher import ClusterEvent, LocalCluster
+from kvferry.launchers.launcher import ClusterEvent
+from kvferry.launchers.local import LocalCluster
 from kvferry.references import (
     SAMPLED_TEMPERATURE,
     SAMPLED_TOP_P,
@@ -57,8 +59,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """What to compare. `model` is what the user named, `model_dir` its prepared directory; each of `samplings`
-    (`greedy`, `sampled`) gets a cluster of its own."""
+    """What to compare. `model` is what the user named, `model_dir` its prepared directory; `samplings` are `greedy` and
+    `sampled`."""
 
     model: str
     model_dir: Path
@@ -178,20 +180,17 @@ async def _verify_variant(
     references: dict[str, list[ReferenceAnswer]],
     say: Callable[[str], None],
 ) -> AsyncIterator[Row]:
-    preempted = accepted = 0
-    for sampling in options.samplings:
-        cases = sampled if sampling == "sampled" else greedy
-        async with _cluster(options, variant, say) as address:
+    async with _cluster(options, variant, say) as address:
+        for sampling in options.samplings:
+            cases = sampled if sampling == "sampled" else greedy
             for cache in ("cold", "warm"):
-                answers, workers = await _ask_all(address, options, cases)
+                answers, workers = await _ask_all(address, options, cases, cache_salt=sampling)
                 notes = _check_receipts(answers, variant)
-                preempted += sum(worker.preemptions for worker in workers)
-                accepted += sum(worker.accepted_tokens for worker in workers)
                 # Who meets whom in the pool is a matter of timing, so this is asked of the variant as a whole.
                 if (sampling, cache) == (options.samplings[-1], "warm"):
-                    if variant.must_preempt and not preempted:
+                    if variant.must_preempt and not any(worker.preemptions for worker in workers):
                         notes.append("nothing was preempted in any pass")
-                    if variant.speculative_tokens and not accepted:
+                    if variant.speculative_tokens and not any(worker.accepted_tokens for worker in workers):
                         notes.append("no guess was right in any pass")
                 names = ["one process, sampled"] if sampling == "sampled" else ["one process"]
                 if sampling == "greedy" and options.with_transformers:
@@ -232,7 +231,7 @@ async def _cluster(options: VerifyOptions, variant: Variant, say: Callable[[str]
 
 
 async def _ask_all(
-    address: str, options: VerifyOptions, cases: Sequence[ReferenceCase]
+    address: str, options: VerifyOptions, cases: Sequence[ReferenceCase], cache_salt: str
 ) -> tuple[list[_Answer], Sequence[public_pb2.WorkerState]]:
     """Answers in order, and the workers after the last of them."""
     async with channel(address) as connection:
@@ -241,7 +240,7 @@ async def _ask_all(
 
         async def ask(text: str, case: ReferenceCase) -> _Answer:
             async with gate:
-                return await _ask(stub, text, case)
+                return await _ask(stub, text, case, cache_salt)
 
         answers = await asyncio.gather(*(ask(text, case) for text, case in zip(options.texts, cases, strict=True)))
         # Load reports are a quarter of a second apart: the state must be newer than the last answer.
@@ -250,14 +249,19 @@ async def _ask_all(
         return list(answers), state.workers
 
 
-async def _ask(stub: "public_pb2_grpc.KvferryAsyncStub", text: str, case: ReferenceCase) -> _Answer:
+async def _ask(stub: "public_pb2_grpc.KvferryAsyncStub", text: str, case: ReferenceCase, cache_salt: str) -> _Answer:
     sampling = common_pb2.SamplingParams(max_tokens=case.max_tokens, temperature=0.0, num_logprobs=0)
     if case.seed is not None:
         sampling.temperature = SAMPLED_TEMPERATURE
         sampling.top_p = SAMPLED_TOP_P
         sampling.seed = case.seed
     request = public_pb2.GenerateRequest(
-        model="verified", text=text, sampling=sampling, has_seed=case.seed is not None, with_receipt=True
+        model="verified",
+        text=text,
+        sampling=sampling,
+        has_seed=case.seed is not None,
+        with_receipt=True,
+        cache_salt=cache_salt,
     )
     given = ReferenceAnswer([], [])
     receipt = common_pb2.KVReceipt()

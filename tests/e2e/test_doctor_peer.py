@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.end_facts import importable_transports
+from kvferry.__main__ import main
 from runtime.secret import create_secret_file
 from tests.support.listening import LOOPBACK, listening
 from tests.support.pickled import Bomb
@@ -45,7 +46,10 @@ def _ask(address: str, secret_file: Path, *flags: str) -> "subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_two_processes_measure_their_transports_and_the_listener_ends_on_a_signal(secret_file: Path) -> None:
+def test_two_processes_measure_their_transports_and_the_listener_ends_on_a_signal(
+    secret_file: Path, tmp_path: Path
+) -> None:
+    create_secret_file(tmp_path / "other")
     with _listening(secret_file, "--transports", "shm,tcp") as (listener, ready):
         assert ready["event"] == "listening"
         done = _ask(ready["address"], secret_file, "--transports", "shm,tcp")
@@ -55,29 +59,32 @@ def test_two_processes_measure_their_transports_and_the_listener_ends_on_a_signa
         assert [(trial["transport"], trial["works"]) for trial in report["trials"]] == [("shm", True), ("tcp", True)]
         assert all(trial["gigabytes_per_s"] > 0 and trial["fixed_ms"] > 0 for trial in report["trials"])
         assert (report["chosen"], report["expected"], report["warning"]) == ("shm", "shm", "")
-        # A second peer, with less.
+        # One with another secret, and a second peer, with less.
+        done = _ask(ready["address"], tmp_path / "other", "--transports", "tcp")
+        assert done.returncode == 1
+        assert json.loads(done.stdout)["error"]["code"] == "unauthenticated"
         report = json.loads(_ask(ready["address"], secret_file, "--transports", "tcp").stdout)
         assert (report["chosen"], report["expected"]) == ("tcp", "tcp")
         listener.send_signal(signal.SIGINT)
         assert listener.wait(60) == 0
+    done = _ask(ready["address"], secret_file, "--transports", "tcp")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["code"] == "unavailable"
 
 
-def test_every_transport_installed_here_is_tried_and_works(secret_file: Path) -> None:
+def test_every_transport_installed_here_works_and_pickles_at_every_port_of_the_listener_do_nothing(
+    secret_file: Path, tmp_path: Path
+) -> None:
     installed = set(importable_transports())
-    with _listening(secret_file) as (_, ready):
-        assert set(ready["transports"]) == installed
-        done = _ask(ready["address"], secret_file)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert {trial["transport"]: trial["failure"] for trial in report["trials"]} == dict.fromkeys(installed, "")
-    assert (report["chosen"], report["warning"]) == ("shm", "")
-
-
-def test_pickles_at_every_port_of_the_listener_do_nothing(secret_file: Path, tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     bomb = pickle.dumps(Bomb(trap))
     with _listening(secret_file) as (listener, ready):
-        assert _ask(ready["address"], secret_file).returncode == 0
+        assert set(ready["transports"]) == installed
+        done = _ask(ready["address"], secret_file)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert {trial["transport"]: trial["failure"] for trial in report["trials"]} == dict.fromkeys(installed, "")
+        assert (report["chosen"], report["warning"]) == ("shm", "")
         ports = listening(listener.pid)
         assert len(ports) >= 2, "one to ask at, and one for KV links"
         for address, port in ports:
@@ -98,17 +105,6 @@ def test_nothing_in_common_ends_with_one_and_says_so(secret_file: Path) -> None:
     assert not json.loads(done.stdout)["ok"]
 
 
-def test_another_secret_and_a_closed_port_end_with_one_and_their_own_words(secret_file: Path, tmp_path: Path) -> None:
-    create_secret_file(tmp_path / "other")
-    with _listening(secret_file, "--transports", "tcp") as (_, ready):
-        done = _ask(ready["address"], tmp_path / "other", "--transports", "tcp")
-        assert done.returncode == 1
-        assert json.loads(done.stdout)["error"]["code"] == "unauthenticated"
-    done = _ask(ready["address"], secret_file, "--transports", "tcp")
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["error"]["code"] == "unavailable"
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -117,13 +113,13 @@ def test_another_secret_and_a_closed_port_end_with_one_and_their_own_words(secre
         (["--peer", "127.0.0.1", "--transports", "pigeon"], "pigeon"),
     ],
 )
-def test_nonsense_ends_with_two(flags: list[str], said: str, secret_file: Path) -> None:
-    command = [*DOCTOR, *flags, "--cluster-secret-file", str(secret_file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+def test_nonsense_ends_with_two(
+    flags: list[str], said: str, secret_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*DOCTOR[3:], *flags, "--cluster-secret-file", str(secret_file)]) == 2
+    assert said in capsys.readouterr().err
 
 
-def test_without_a_secret_there_is_no_other_end() -> None:
-    done = subprocess.run([*DOCTOR, "--peer", "127.0.0.1"], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 2
-    assert "--cluster-secret-file" in done.stderr
+def test_without_a_secret_there_is_no_other_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DOCTOR[3:], "--peer", "127.0.0.1"]) == 2
+    assert "--cluster-secret-file" in capsys.readouterr().err

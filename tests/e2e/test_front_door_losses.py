@@ -1,55 +1,21 @@
-"""What clients see when processes behind the front door, or the router itself, are killed, stopped or told to end.
-
-The launcher starts again what dies, so one cluster serves all of these tests.
-"""
+"""What clients see when processes behind the front door, or the router itself, are killed, stopped or told to end."""
 
 import asyncio
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from kvferry.client_types import ClusterState, WorkerState
-from runtime.errors import KvferryError
-from tests.support.live_cluster import LiveCluster, live_cluster
+from tests.support.live_cluster import LiveCluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
 MODEL = "tiny-real"
-WORKERS = {"prefill-0", "decode-0", "decode-1"}
+NUM_WORKERS = 4
 DECODES = ("decode-0", "decode-1")
-
-
-@pytest.fixture(scope="module")
-def restarting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    with live_cluster(tmp_path_factory.mktemp("restarting"), "--decode", "2", "--num-blocks", "512") as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def whole(restarting: LiveCluster) -> Iterator[LiveCluster]:
-    """The cluster with all its workers; afterwards nothing may be held anywhere."""
-    _wait_until(restarting, lambda state: {w.worker_id for w in state.workers if w.state == "ready"} == WORKERS)
-    yield restarting
-    _wait_until(restarting, lambda state: len(state.workers) == len(WORKERS))
-    restarting.wait_at_rest()
-
-
-def _wait_until(cluster: LiveCluster, condition: Callable[[ClusterState], bool]) -> ClusterState:
-    """The first state that fulfils the condition; the router may be away meanwhile. It can only be looked at."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            if condition(state := cluster.state()):
-                return state
-            seen: object = state
-        except KvferryError as error:
-            seen = error
-        assert time.monotonic() < deadline, seen
-        time.sleep(0.05)
 
 
 def _worker(state: ClusterState, name: str) -> WorkerState | None:
@@ -109,14 +75,14 @@ async def _start_streams(http: httpx.AsyncClient, count: int, max_tokens: int) -
     return streams
 
 
-def test_a_burst_on_the_hottest_prefix_of_a_killed_worker_fails_nobody(whole: LiveCluster) -> None:
+def test_a_burst_on_the_hottest_prefix_of_a_killed_worker_fails_nobody(mortal: LiveCluster) -> None:
     prefix = "Once upon a time there was a fox who would not be hurried. " * 30
-    warm = _post(whole, prompt=prefix, kv_receipt=True).json()
+    warm = _post(mortal, prompt=prefix, kv_receipt=True).json()
     victim = warm["kv_receipt"]["decode_worker"]
 
     async def burst() -> list[httpx.Response]:
-        async with _client(whole) as http:
-            whole.kill(victim)
+        async with _client(mortal) as http:
+            mortal.kill(victim)
             return await asyncio.gather(*(http.post("/v1/completions", json=_body(prefix, 4)) for _ in range(50)))
 
     answers = asyncio.run(burst())
@@ -124,45 +90,45 @@ def test_a_burst_on_the_hottest_prefix_of_a_killed_worker_fails_nobody(whole: Li
     assert {answer.json()["choices"][0]["text"] for answer in answers} == {warm["choices"][0]["text"]}
 
 
-def test_a_killed_router_comes_back_on_its_ports_and_finds_its_workers_and_their_caches(whole: LiveCluster) -> None:
+def test_a_killed_router_comes_back_on_its_ports_and_finds_its_workers_and_their_caches(mortal: LiveCluster) -> None:
     prompt = "The same long beginning for all who ask. " * 30
-    _post(whole, prompt=prompt)
-    pids = {worker.pid for worker in whole.state().workers}
-    router_id = whole.state().router_id
+    warm = _post(mortal, prompt=prompt, kv_receipt=True).json()["kv_receipt"]
+    pids = {worker.pid for worker in mortal.state().workers}
+    router_id = mortal.state().router_id
 
     async def cut() -> list[bool]:
-        async with _client(whole) as http:
+        async with _client(mortal) as http:
             streams = await _start_streams(http, 6, 3900)
-            whole.kill("router")
+            mortal.kill("router")
             async with asyncio.timeout(30):
                 return await asyncio.gather(*(stream.task for stream in streams))
 
     assert asyncio.run(cut()) == [False] * 6
-    state = _wait_until(whole, lambda state: state.router_id != router_id and len(state.workers) == len(WORKERS))
+    state = mortal.wait_until(lambda state: state.router_id != router_id and len(state.workers) == NUM_WORKERS)
     assert {worker.pid for worker in state.workers} == pids
     # What the lost router had started is nobody's any more.
-    whole.wait_at_rest()
-    assert _ready(whole) == 200
-    receipt = _post(whole, prompt=prompt, kv_receipt=True).json()["kv_receipt"]
+    mortal.wait_at_rest()
+    assert _ready(mortal) == 200
+    receipt = _post(mortal, prompt=prompt, kv_receipt=True).json()["kv_receipt"]
     # The reason is made from the router's own index, which it can only have from the workers.
     assert f"{receipt['prefill_worker']} has 0 of" not in receipt["plan_reason"]
-    assert receipt["prefill_worker"] == "prefill-0"
+    assert receipt["prefill_worker"] == warm["prefill_worker"]
 
 
-def test_a_router_told_to_stop_finishes_its_streams_and_takes_no_new_ones(whole: LiveCluster) -> None:
+def test_a_router_told_to_stop_finishes_its_streams_and_takes_no_new_ones(mortal: LiveCluster) -> None:
     async def undisturbed() -> list[str]:
-        async with _client(whole) as http:
+        async with _client(mortal) as http:
             streams = await _start_streams(http, 20, 150)
             assert await asyncio.gather(*(stream.task for stream in streams)) == [True] * 20
             return [stream.text for stream in streams]
 
     async def disturbed() -> list[str]:
-        async with _client(whole) as http:
+        async with _client(mortal) as http:
             streams = await _start_streams(http, 20, 150)
             for name in DECODES:  # so that the streams cannot end before everything was looked at
-                whole.kill(name, signal.SIGSTOP)
+                mortal.kill(name, signal.SIGSTOP)
             try:
-                whole.kill("router", signal.SIGTERM)
+                mortal.kill("router", signal.SIGTERM)
                 while (await http.get("/ready")).status_code == 200:  # noqa: ASYNC110 - another process's state
                     await asyncio.sleep(0.01)
                 assert (await http.get("/health")).status_code == 200
@@ -172,48 +138,48 @@ def test_a_router_told_to_stop_finishes_its_streams_and_takes_no_new_ones(whole:
                 assert not all(stream.task.done() for stream in streams)
             finally:
                 for name in DECODES:
-                    whole.kill(name, signal.SIGCONT)
+                    mortal.kill(name, signal.SIGCONT)
             assert await asyncio.gather(*(stream.task for stream in streams)) == [True] * 20
             return [stream.text for stream in streams]
 
     expected = asyncio.run(undisturbed())
-    router_id = whole.state().router_id
+    router_id = mortal.state().router_id
     assert asyncio.run(disturbed()) == expected
-    _wait_until(whole, lambda state: state.router_id != router_id)
-    ends = [event["text"] for event in whole.events if event["event"] == "died" and event["name"] == "router"]
+    mortal.wait_until(lambda state: state.router_id != router_id)
+    ends = [event["text"] for event in mortal.events if event["event"] == "died" and event["name"] == "router"]
     assert ends[-1] == "exited with status 0"
 
 
-def test_stopped_workers_are_avoided_and_readiness_says_when_none_is_left(whole: LiveCluster) -> None:
-    whole.kill("decode-0", signal.SIGSTOP)
+def test_stopped_workers_are_avoided_and_readiness_says_when_none_is_left(mortal: LiveCluster) -> None:
+    mortal.kill("decode-0", signal.SIGSTOP)
     try:
-        _wait_until(whole, lambda state: (w := _worker(state, "decode-0")) is None or w.state == "stalled")
-        assert _ready(whole) == 200
-        receipts = [_post(whole, prompt=f"Number {n}", kv_receipt=True).json()["kv_receipt"] for n in range(8)]
+        mortal.wait_until(lambda state: (w := _worker(state, "decode-0")) is None or w.state == "stalled")
+        assert _ready(mortal) == 200
+        receipts = [_post(mortal, prompt=f"Number {n}", kv_receipt=True).json()["kv_receipt"] for n in range(8)]
         assert {receipt["decode_worker"] for receipt in receipts} == {"decode-1"}
-        whole.kill("decode-1", signal.SIGSTOP)
+        mortal.kill("decode-1", signal.SIGSTOP)
         deadline = time.monotonic() + 10
-        while _ready(whole) == 200:
+        while _ready(mortal) == 200:
             assert time.monotonic() < deadline, "readiness does not notice"
             time.sleep(0.1)
-        assert _ready(whole) == 503
-        assert httpx.get(f"{whole.base_url}/health", timeout=30).status_code == 200
+        assert _ready(mortal) == 503
+        assert httpx.get(f"{mortal.base_url}/health", timeout=30).status_code == 200
     finally:
         for name in DECODES:
-            whole.kill(name, signal.SIGCONT)
-    _wait_until(whole, lambda state: all((w := _worker(state, name)) and w.state == "ready" for name in DECODES))
-    assert _ready(whole) == 200
-    assert _post(whole, prompt="Awake again").status_code == 200
+            mortal.kill(name, signal.SIGCONT)
+    mortal.wait_until(lambda state: all((w := _worker(state, name)) and w.state == "ready" for name in DECODES))
+    assert _ready(mortal) == 200
+    assert _post(mortal, prompt="Awake again").status_code == 200
 
 
 def test_with_the_last_decode_worker_killed_streams_end_in_an_error_event_and_new_requests_in_503(
-    whole: LiveCluster,
+    mortal: LiveCluster,
 ) -> None:
     async def run() -> None:
-        async with _client(whole) as http:
+        async with _client(mortal) as http:
             streams = await _start_streams(http, 4, 3900)
             for name in DECODES:
-                whole.kill(name)
+                mortal.kill(name)
             async with asyncio.timeout(30):
                 ends = await asyncio.gather(*(stream.task for stream in streams))
             refused = await http.post("/v1/completions", json=_body("Anybody?", 4))

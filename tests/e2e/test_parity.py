@@ -93,7 +93,7 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineSource:
-    return EngineSource(TINY_REAL, tmp_path_factory.mktemp("models"))
+    return EngineSource(TINY_REAL, tmp_path_factory.getbasetemp() / "models")
 
 
 def test_every_field_is_in_the_table() -> None:

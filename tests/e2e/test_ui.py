@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Locator, Page, Route, expect
 from tests.support.api_keys import everybody, tenant_with_key
 from tests.support.browser import WAIT_MS, chromium, open_page
 from tests.support.http_door import says
-from tests.support.live_cluster import LiveCluster, live_cluster
+from tests.support.live_cluster import LiveCluster
 from tests.support.ui_door import ui_door
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -28,14 +28,6 @@ expect.set_options(timeout=WAIT_MS)
 def browser() -> Iterator[Browser]:
     with chromium() as browser:
         yield browser
-
-
-@pytest.fixture(scope="module")
-def living(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """One cluster for all tests here; the last of them kills a worker."""
-    directory = tmp_path_factory.mktemp("ui")
-    with live_cluster(directory, "--decode", "2", "--num-blocks", "512", "--no-restart") as cluster:
-        yield cluster
 
 
 def wait_live(page: Page) -> None:
@@ -126,8 +118,8 @@ def test_the_page_says_when_its_router_is_gone(browser: Browser) -> None:
 # ---- with a real cluster ----
 
 
-def test_keys_alone_are_enough(browser: Browser, living: LiveCluster) -> None:
-    with open_page(browser, f"{living.base_url}/ui") as page:
+def test_keys_alone_are_enough(browser: Browser, mortal: LiveCluster) -> None:
+    with open_page(browser, f"{mortal.base_url}/ui") as page:
         wait_live(page)
         press_until(page, "Tab", ".to-chat")
         page.keyboard.press("Enter")
@@ -150,9 +142,9 @@ def test_keys_alone_are_enough(browser: Browser, living: LiveCluster) -> None:
         expect(page.locator(".turn")).to_have_count(0)
 
 
-def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, living: LiveCluster) -> None:
+def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, mortal: LiveCluster) -> None:
     phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-    with open_page(browser, f"{living.base_url}/ui", **phone) as page:
+    with open_page(browser, f"{mortal.base_url}/ui", **phone) as page:
         wait_live(page)
         say(page, "a" * 300, 24)
         wait_complete(page)
@@ -172,41 +164,42 @@ def _with_fixed_fields(route: Route) -> None:
     route.continue_(post_data=json.dumps(body))
 
 
-def _stop_in_the_middle(living: LiveCluster) -> tuple[str, int] | None:
+def _stop_in_the_middle(mortal: LiveCluster) -> tuple[str, int] | None:
     """Hold the worker that decodes the only request: its name, and the answer's length in tokens. None: too late."""
-    in_flight = httpx.get(f"{living.base_url}/debug/requests").json()["in_flight"]
+    in_flight = httpx.get(f"{mortal.base_url}/debug/requests").json()["in_flight"]
     workers = [request["decode_worker"] for request in in_flight]
     for worker in workers:
-        living.kill(worker, signal.SIGSTOP)
-        still = httpx.get(f"{living.base_url}/debug/requests").json()["in_flight"]
+        mortal.kill(worker, signal.SIGSTOP)
+        still = httpx.get(f"{mortal.base_url}/debug/requests").json()["in_flight"]
         if any(request["phase"] == "decode" for request in still):
             return worker, still[0]["max_tokens"]
-        living.kill(worker, signal.SIGCONT)
+        mortal.kill(worker, signal.SIGCONT)
     return None
 
 
-def test_a_person_chats_and_loses_no_word_when_a_decode_worker_dies(browser: Browser, living: LiveCluster) -> None:
-    with open_page(browser, f"{living.base_url}/ui") as page:
+def test_a_person_chats_and_loses_no_word_when_a_decode_worker_dies(browser: Browser, mortal: LiveCluster) -> None:
+    with open_page(browser, f"{mortal.base_url}/ui") as page:
         page.route("**/v1/chat/completions", _with_fixed_fields)
         wait_live(page)
-        expect(page.locator('.worker[data-state="ready"]')).to_have_count(3)
+        expect(page.locator('.worker[data-state="ready"]')).to_have_count(4)
         held = None
         # However fast the machine is, one of these is long enough to be caught in the middle.
         for max_tokens in (150, 600, 2400):
             page.get_by_role("button", name="New chat").click()
             say(page, "Tell me a story", max_tokens)
             expect(last_answer(page).locator(".text")).to_have_text(re.compile("[a-z]{3}"))
-            if (held := _stop_in_the_middle(living)) is not None:
+            if (held := _stop_in_the_middle(mortal)) is not None:
                 break
             wait_complete(page)
         assert held is not None
         victim, max_tokens = held
         shown = last_answer(page).locator(".text").text_content()
         expect(last_answer(page)).to_have_attribute("aria-busy", "true")
-        living.kill(victim)
-        card = page.locator(f'.worker[data-worker="{victim}"]')
-        expect(card).to_have_attribute("data-state", "lost")
-        expect(card.locator(".state")).to_have_css("color", "rgb(179, 38, 30)")
+        with mortal.launcher_asleep():
+            mortal.kill(victim)
+            card = page.locator(f'.worker[data-worker="{victim}"]')
+            expect(card).to_have_attribute("data-state", "lost")
+            expect(card.locator(".state")).to_have_css("color", "rgb(179, 38, 30)")
         wait_complete(page)
         text = last_answer(page).locator(".text").text_content()
         assert text.startswith(shown)
@@ -222,6 +215,5 @@ def test_a_person_chats_and_loses_no_word_when_a_decode_worker_dies(browser: Bro
         "max_tokens": max_tokens,
         **FIXED,
     }
-    answer = httpx.post(f"{living.base_url}/v1/chat/completions", json=undisturbed, timeout=120).json()
+    answer = httpx.post(f"{mortal.base_url}/v1/chat/completions", json=undisturbed, timeout=120).json()
     assert text == answer["choices"][0]["message"]["content"]
-    living.wait_at_rest()

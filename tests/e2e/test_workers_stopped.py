@@ -3,7 +3,6 @@
 import asyncio
 import random
 import signal
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -43,14 +42,6 @@ def _worker(state: ClusterState, name: str) -> WorkerState:
     return next(worker for worker in state.workers if worker.worker_id == name)
 
 
-def _wait_until(cluster: LiveCluster, condition: Callable[[ClusterState], bool]) -> None:
-    """Load reports can only be looked at."""
-    deadline = time.monotonic() + 60
-    while not condition(state := cluster.state()):
-        assert time.monotonic() < deadline, state
-        time.sleep(0.02)
-
-
 def _pushing(state: ClusterState) -> bool:
     """Whether the victim computes while the decode worker waits for blocks."""
     return bool(_worker(state, VICTIM).sequences_running and _worker(state, "decode-0").sequences_receiving >= 4)
@@ -70,7 +61,7 @@ async def _disturbed(cluster: LiveCluster, seed: int, disturb: Callable[[], None
 
     async with httpx.AsyncClient(base_url=cluster.base_url, timeout=120) as http:
         asks = [asyncio.create_task(ask_on()) for _ in range(12)]
-        await asyncio.to_thread(_wait_until, cluster, _pushing)
+        await asyncio.to_thread(cluster.wait_until, _pushing)
         disturb()
         disturbed.set()
         return [asked for each in await asyncio.gather(*asks) for asked in each]

@@ -5,7 +5,6 @@ And clients that leave at the very moment a prompt is finished, while its blocks
 
 import asyncio
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -13,17 +12,10 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.support.live_cluster import LiveCluster, live_cluster
+from tests.support.live_cluster import LiveCluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 SEED = 45
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    flags = ("--num-blocks", "1024", "--transport", "tcp", "--no-restart")
-    with live_cluster(tmp_path_factory.mktemp("pair"), *flags) as cluster:
-        yield cluster
 
 
 def _client(cluster: LiveCluster) -> httpx.AsyncClient:
@@ -41,12 +33,12 @@ def _body(rng: random.Random, max_tokens: int, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny-real", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
 
 
-def test_two_hundred_at_once_all_have_verified_receipts_and_workers_answer_meanwhile(pair: LiveCluster) -> None:
+def test_two_hundred_at_once_all_have_verified_receipts_and_workers_answer_meanwhile(tcp_cluster: LiveCluster) -> None:
     """H072."""
-    rng, workers = random.Random(SEED), [worker.address for worker in pair.state().workers]
+    rng, workers = random.Random(SEED), [worker.address for worker in tcp_cluster.state().workers]
 
     async def run() -> list[dict[str, Any]]:
-        async with _client(pair) as http:
+        async with _client(tcp_cluster) as http:
             bodies = [_body(rng, 4, kv_receipt=True) for _ in range(200)]
             answers = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
             while not all(answer.done() for answer in answers):
@@ -65,12 +57,12 @@ def test_two_hundred_at_once_all_have_verified_receipts_and_workers_answer_meanw
         failures = receipt.get("earlier_failures", [])
         assert all("overloaded" in failure for failure in failures), failures
     assert len({receipt["checksum"] for receipt in receipts}) == len(receipts), "a digest is of one hand-off"
-    pair.wait_at_rest()
-    assert "lease" not in pair.log("decode-0")
-    assert pair.log("prefill-0").count("KV goes to decode-0") == 1, "one link carries all of them"
+    tcp_cluster.wait_at_rest()
+    assert "lease" not in tcp_cluster.log("decode-0")
+    assert tcp_cluster.log("prefill-0").count("KV goes to decode-0") == 1, "one link carries all of them"
 
 
-def test_clients_that_leave_just_as_their_prompt_is_finished_leave_nothing_behind(pair: LiveCluster) -> None:
+def test_clients_that_leave_just_as_their_prompt_is_finished_leave_nothing_behind(tcp_cluster: LiveCluster) -> None:
     rng = random.Random(SEED + 1)
 
     async def leave(http: httpx.AsyncClient, gate: asyncio.Semaphore) -> None:
@@ -83,7 +75,7 @@ def test_clients_that_leave_just_as_their_prompt_is_finished_leave_nothing_behin
             await asyncio.sleep(patience_s)
 
     async def run() -> int:
-        async with _client(pair) as http:
+        async with _client(tcp_cluster) as http:
             gate = asyncio.Semaphore(8)
             await asyncio.gather(*(leave(http, gate) for _ in range(100)))
             probe = await http.post("/v1/completions", json=_body(rng, 4, kv_receipt=True))
@@ -91,5 +83,5 @@ def test_clients_that_leave_just_as_their_prompt_is_finished_leave_nothing_behin
             return probe.status_code
 
     assert asyncio.run(run()) == 200
-    state = pair.wait_at_rest()
-    assert {worker.pid for worker in state.workers} == {pair.pids["prefill-0"], pair.pids["decode-0"]}
+    state = tcp_cluster.wait_at_rest()
+    assert {worker.pid for worker in state.workers} == {tcp_cluster.pids["prefill-0"], tcp_cluster.pids["decode-0"]}

@@ -1,14 +1,21 @@
 """Breadth first over every state of a `Model` that can be reached, each once."""
 
 import copyreg
+import dataclasses
 import functools
 import hashlib
 import io
+import operator
 import pickle
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from kv_cache.layout import KVCacheLayout
+from kv_transfer.inbound import InboundHandoff
+from kv_transfer.outbound import OutboundHandoff
 from tests.support.handoff_model import LAYOUT, LINK, Action, Model
 
 
@@ -66,6 +73,8 @@ def explore(start: Model, *, max_states: int = 1_000_000) -> tuple[int, Counter[
 
     Raises AssertionError with the shortest way to the first state that must not be.
     """
+    for table in (start.recv, start.send):
+        _pickle_by_values(type(table), tuple(vars(table)))
     first = _frozen(start)
     came: dict[bytes, tuple[bytes, Action] | None] = {_key(start): None}
     todo, taken = deque([(first, _key(start))]), Counter[str]()
@@ -115,7 +124,35 @@ def _layout() -> KVCacheLayout:
     return LAYOUT
 
 
-_TABLE = {**copyreg.dispatch_table, KVCacheLayout: lambda layout: (_layout, ())}
+def _array(dtype: str, shape: tuple[int, ...], data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)
+
+
+# Most of the time goes into pickling, and a third of that would go into the names of attributes, and numpy's ways.
+_TABLE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    **copyreg.dispatch_table,
+    KVCacheLayout: lambda layout: (_layout, ()),
+    np.ndarray: lambda array: (_array, (array.dtype.char, array.shape, array.tobytes())),
+}
+_NAMES: dict[type, Sequence[str]] = {}
+
+
+def _pickle_by_values(cls: type, names: tuple[str, ...]) -> None:
+    """Of objects of this class, which have these attributes and no others, only the values are written."""
+    values = operator.attrgetter(*names)
+    _NAMES[cls] = names
+    _TABLE[cls] = lambda instance: (_made_of, (cls, *values(instance)))
+
+
+def _made_of(cls: type, *values: object) -> object:
+    made: object = cls.__new__(cls)
+    for name, value in zip(_NAMES[cls], values, strict=True):
+        setattr(made, name, value)
+    return made
+
+
+for _cls in (Model, InboundHandoff, OutboundHandoff):
+    _pickle_by_values(_cls, tuple(field.name for field in dataclasses.fields(_cls)))
 
 
 def _frozen(state: Model, *, fast: bool = False) -> bytes:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from kvferry.client import Client
 from kvferry.client_types import ClusterState
 from kvferry.run_dir import live_state, process_start_ticks
+from runtime.errors import KvferryError
 
 TINY_REAL = Path(__file__).parents[1] / "data" / "tiny-real"
 REST_TIMEOUT_S = 60.0
@@ -58,6 +59,28 @@ class LiveCluster:
             assert time.monotonic() < deadline, f"not at rest: {resting_problems(state)}"
             time.sleep(0.1)
 
+    def wait_until(self, condition: Callable[[ClusterState], bool]) -> ClusterState:
+        """The first state that fulfils the condition. The router may be away meanwhile, and can only be asked."""
+        deadline = time.monotonic() + REST_TIMEOUT_S
+        while True:
+            try:
+                if condition(state := self.state()):
+                    return state
+                seen: object = state
+            except KvferryError as error:
+                seen = error
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.02)
+
+    @contextmanager
+    def launcher_asleep(self) -> Iterator[None]:
+        """Nothing that dies is started again before the block ends."""
+        self.launcher.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.launcher.send_signal(signal.SIGCONT)
+
     def pid(self, name: str) -> int:
         """Its pid now: the launcher starts again what dies."""
         state = live_state(self.state_dir)
@@ -90,10 +113,11 @@ def resting_problems(state: ClusterState) -> list[str]:
 @contextmanager
 def live_cluster(directory: Path, *flags: str, model: str | Path = TINY_REAL) -> Iterator[LiveCluster]:
     """Start `kvferry up` with free ports; at the end drain it, and insist that it ends well and leaves no process
-    and, in no log, an exception that nobody handled."""
+    and, in no log, an exception that nobody handled. Models are prepared beside `directory`, so that clusters whose
+    directories lie side by side do it once."""
     state_dir = directory / "state"
     command = [sys.executable, "-m", "kvferry", "up", "--model", str(model), "--http-port", "0", "--grpc-port", "0"]
-    command += ["--state-dir", str(state_dir), "--cache-dir", str(directory / "models"), "--json", *flags]
+    command += ["--state-dir", str(state_dir), "--cache-dir", str(directory.parent / "models"), "--json", *flags]
     errors = (directory / "up.err").open("w+")
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
