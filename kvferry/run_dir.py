@@ -1,7 +1,8 @@
 """The directory of one running local cluster: its logs, its secret and `state.json`, by which commands find it.
 
-Layout: <root>/<name>/{state.json, secret (0600), logs/<process>.log}. `state.json` is there only while the launcher
-lives; it names the launcher by pid and start time, so a stale file is recognised even if the pid is used again.
+Layout: <root>/<name>/{state.json, secret (0600), control.sock (0600), logs/<process>.log}. `state.json` is there only
+while the launcher lives; it names the launcher by pid and start time, so a stale file is recognised even if the pid is
+used again.
 """
 
 import json
@@ -17,6 +18,8 @@ from runtime.secret import create_secret_file
 DEFAULT_ROOT = Path("~/.cache/kvferry/run").expanduser()
 STATE_NAME = "state.json"
 SECRET_NAME = "secret"
+CONTROL_NAME = "control.sock"
+ROUTERS_NAME = "routers"
 _KEPT_DEAD_RUNS = 8
 
 
@@ -53,6 +56,21 @@ class RunDir:
         """The cluster secret of this run."""
         return self.path / SECRET_NAME
 
+    @classmethod
+    def at(cls, state: Mapping[str, Any]) -> "RunDir":
+        """The directory of a cluster whose state this is."""
+        return cls(Path(state["state_dir"]))
+
+    @property
+    def control_path(self) -> Path:
+        """The socket at which the launcher takes orders (`control.py`)."""
+        return self.path / CONTROL_NAME
+
+    @property
+    def routers_path(self) -> Path:
+        """The file that names where workers attach."""
+        return self.path / ROUTERS_NAME
+
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Replace `state.json` atomically, adding who the launcher is."""
         launcher = {"launcher_pid": os.getpid(), "launcher_started": process_start_ticks(os.getpid())}
@@ -62,8 +80,8 @@ class RunDir:
         temporary.rename(self.path / STATE_NAME)
 
     def clear(self) -> None:
-        """Remove state and secret; logs stay."""
-        for name in (STATE_NAME, SECRET_NAME):
+        """Remove state, secret and socket; logs stay."""
+        for name in (STATE_NAME, SECRET_NAME, CONTROL_NAME, ROUTERS_NAME):
             (self.path / name).unlink(missing_ok=True)
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,9 @@ class ChildProcess:
         self._close_stdin()
         return status
 
-    async def stop(self, grace_s: float) -> bool:
-        """SIGTERM, then SIGKILL after `grace_s`. Returns False when it had to be killed. Idempotent."""
-        self._signal(signal.SIGTERM)
+    async def stop(self, grace_s: float, number: signal.Signals = signal.SIGTERM) -> bool:
+        """SIGTERM, or `number`, then SIGKILL after `grace_s`. Returns False when it had to be killed. Idempotent."""
+        self._signal(number)
         try:
             async with asyncio.timeout(grace_s):
                 await self.wait()
@@ -135,11 +136,11 @@ class ChildProcess:
                 if facts is not None:
                     ready.set_result(facts)
                 elif line:
-                    log.write(line)
+                    _append(log, line)
                 else:
                     ready.set_exception(EOFError())
             while rest := await process.stdout.read(_CHUNK_BYTES):
-                log.write(rest)
+                _append(log, rest)
 
     def _open_log(self) -> FileIO:
         if self._log_path is None:
@@ -166,6 +167,12 @@ class ChildProcess:
         tail = self.log_tail()
         shown = "\n".join(f"    {line}" for line in tail.splitlines()) or "    (its log is empty)"
         return f"{self.name} {what}; the end of {self._log_path}:\n{shown}"
+
+
+def _append(log: FileIO, data: bytes) -> None:
+    # On a full disk it is lost: the process must not be held up, and its end still has to be seen.
+    with suppress(OSError):
+        log.write(data)
 
 
 def describe_exit(status: int) -> str:

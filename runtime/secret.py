@@ -16,11 +16,21 @@ def create_secret_file(path: Path) -> bytes:
 
     Raises FileExistsError when the file is there already: a secret in use is never replaced by accident.
     """
-    secret = secrets.token_hex(32).encode()
+    secret = new_secret()
+    write_secret_file(path, secret)
+    return secret
+
+
+def new_secret() -> bytes:
+    """A fresh random secret."""
+    return secrets.token_hex(32).encode()
+
+
+def write_secret_file(path: Path, secret: bytes) -> None:
+    """Write `secret` to `path`, readable by its owner alone. Raises FileExistsError when the file is there already."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secret)
-    return secret
 
 
 def read_secret_file(path: Path) -> bytes:

@@ -15,7 +15,7 @@ from kvferry.commands.generation import Answer, answer_dict
 from kvferry.commands.transfer import add_transfer_arguments, transfer_fields
 from kvferry.commands.up import ProgressLines, show_event
 from kvferry.console import Console
-from kvferry.launcher import LocalCluster
+from kvferry.launchers.local import LocalCluster
 from kvferry.model_prep import DEFAULT_CACHE_DIR, PREPARE_COMMAND, prepare_model
 from kvferry.receipt_view import receipt_rows
 from kvferry.run_dir import RunDir, process_start_ticks

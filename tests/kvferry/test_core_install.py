@@ -18,7 +18,7 @@ def _import_without_extras(modules: str) -> list[str]:
 
 
 def test_the_router_and_the_command_line_need_neither_torch_nor_an_extra() -> None:
-    assert _import_without_extras("router.__main__, router.service, kvferry.__main__, kvferry.launcher") == []
+    assert _import_without_extras("router.__main__, router.service, kvferry.__main__, kvferry.launchers.local") == []
 
 
 def test_the_workers_need_torch_and_no_extra() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
-from kvferry.launcher import ClusterEvent, LocalCluster
+from kvferry.launchers.launcher import ClusterEvent
+from kvferry.launchers.local import LocalCluster
 from kvferry.run_dir import RunDir, live_state, process_start_ticks
 from runtime.child_process import LaunchError
 
@@ -159,6 +160,36 @@ async def test_without_restart_a_dead_worker_stays_dead_and_a_dead_router_is_the
         assert await fixture.cluster.stop()
 
 
+async def test_workers_are_added_and_removed_one_by_one_and_names_are_used_again(tmp_path: Path) -> None:
+    async with watched(tmp_path, num_prefill=0) as fixture:
+        cluster = fixture.cluster
+        await cluster.start()
+        assert await cluster.add("decode") == "decode-1"
+        assert await cluster.add("prefill") == "prefill-0"
+        assert _pid_in_state(fixture, "decode-1") == cluster.pids["decode-1"]
+        os.kill(cluster.pids["decode-1"], signal.SIGKILL)
+        await fixture.until(lambda: fixture.kinds("decode-1") == ["ready", "died", "restarting", "ready"])
+        gone = cluster.pids["decode-0"]
+        assert await cluster.remove("decode-0")
+        assert _alive({"decode-0": gone}) == []
+        assert _pid_in_state(fixture, "decode-0") == 0
+        assert [worker.name for worker in cluster.workers()] == ["decode-1", "prefill-0"]
+        assert await cluster.add("decode") == "decode-0"
+        for name in ("router", "decode-7"):
+            with pytest.raises(KeyError):
+                await cluster.remove(name)
+        assert await cluster.stop()
+
+
+async def test_a_worker_that_cannot_be_added_leaves_nothing_and_the_others_run(tmp_path: Path) -> None:
+    async with watched(tmp_path, decode="fails-second-start") as fixture:
+        await fixture.cluster.start()
+        with pytest.raises(LaunchError, match="decode-1 exited with status 3"):
+            await fixture.cluster.add("decode")
+        assert [worker.name for worker in fixture.cluster.workers()] == ["prefill-0", "decode-0"]
+        assert sorted(_alive(fixture.cluster.pids)) == ["decode-0", "prefill-0", "router"]
+
+
 async def test_a_stop_while_a_restart_is_due_starts_nothing(tmp_path: Path) -> None:
     async with watched(tmp_path) as fixture:
         await fixture.cluster.start()
@@ -172,7 +203,8 @@ async def test_a_stop_while_a_restart_is_due_starts_nothing(tmp_path: Path) -> N
 async def test_who_ignores_sigterm_is_killed_by_pid_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.launcher._WORKER_EXIT_GRACE_S", 3.0)  # enough for the one that does not ignore it
+    # Enough for the one that does not ignore it.
+    monkeypatch.setattr("kvferry.launchers.local._WORKER_EXIT_GRACE_S", 3.0)
     async with watched(tmp_path, prefill="ignores-sigterm") as fixture:
         await fixture.cluster.start()
         assert not await fixture.cluster.stop()

@@ -76,6 +76,19 @@ def test_up_prepares_starts_reports_and_drains_on_a_signal(tmp_path: Path, numbe
         assert live_state(tmp_path / "state") is None
 
 
+def test_down_drains_and_waits_until_all_is_gone(tmp_path: Path) -> None:
+    with running(_up(tmp_path, "good good good")) as process:
+        pids = list(_until(process, "serving")[-1]["pids"].values())
+        down = [sys.executable, "-m", "kvferry", "down", "--state-dir", str(tmp_path / "state")]
+        done = subprocess.run(down, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert process.wait(timeout=60) == 0
+        _wait_all_gone(pids, timeout_s=0.0)
+        again = subprocess.run(down, capture_output=True, text=True, timeout=100, check=False)
+        assert again.returncode == 1
+        assert "no running cluster" in again.stderr
+
+
 def test_when_the_launcher_is_killed_its_processes_end_by_themselves(tmp_path: Path) -> None:
     with running(_up(tmp_path, "good good good")) as process:
         pids = list(_until(process, "serving")[-1]["pids"].values())

@@ -1,12 +1,15 @@
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from io import FileIO
 from pathlib import Path
 
 import pytest
 
+import runtime.child_process
 from kvferry.run_dir import process_start_ticks
 from runtime.child_process import ChildProcess, LaunchError, describe_exit
 
@@ -34,6 +37,23 @@ async def test_the_ready_line_is_found_among_other_output(tmp_path: Path) -> Non
         assert process.exit_status == 0
         assert "not the ready line" in process.log_tail()
         assert "decode starts" in process.log_tail()
+
+
+class FullDisk(FileIO):
+    """A file that takes nothing more."""
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+
+async def test_a_full_disk_under_its_log_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.child_process, "FileIO", FullDisk)
+    async with child(tmp_path, "chatters") as process:
+        await process.start(30)
+        assert process.ready["flags"] == ["--flag=1"]
+        # It chatters more than a pipe holds: it could not hear this if nobody had read that.
+        assert await process.stop(30)
+        assert process.exit_status == 0
 
 
 async def test_it_runs_in_its_own_session_so_that_ctrl_c_reaches_the_launcher_alone(tmp_path: Path) -> None:
