@@ -16,11 +16,12 @@ from kv_cache.layout import KVCacheLayout
 from kv_transfer.choice import EndFacts
 from kv_transfer.convert import layout_refusal
 from kv_transfer.identity import Identity
-from kv_transfer.messages import PROTOCOL_VERSION, Challenge, Goodbye, Hello, Introduction, Welcome
+from kv_transfer.messages import HANDOFF_VERSION, Challenge, Goodbye, Hello, Introduction, Welcome
 from kv_transfer.talk import GreetingRefused, Talk
 from kv_transfer.transport import LinkError
 from kvferry_rpc import common_pb2
 from kvferry_rpc.common_pb2 import ErrorCode
+from runtime.protocol_version import ProtocolVersion
 
 _MAGIC = b"kvferry"
 _NONCE_BYTES = 16
@@ -40,11 +41,11 @@ class Peer:
 def greet(talk: Talk, identity: Identity) -> Peer:
     """The sender's part. Raises GreetingRefused, or LinkError when the peer is silent or talks nonsense."""
     ours = secrets.token_bytes(_NONCE_BYTES)
-    talk.say(Hello(_MAGIC, PROTOCOL_VERSION, ours))
+    talk.say(Hello(_MAGIC, HANDOFF_VERSION.major, ours, HANDOFF_VERSION.minor))
     challenge = talk.hear()
     if not isinstance(challenge, Challenge):
         raise LinkError("the peer answered the greeting out of turn")
-    _check_version(challenge.version)
+    _check_version(challenge)
     nonces = ours + challenge.nonce
     ours_laid_out = identity.layout.to_proto().SerializeToString()
     proof = _proof(identity, _SENDER, nonces, identity.worker_id, identity.incarnation, ours_laid_out)
@@ -64,8 +65,8 @@ def welcome(talk: Talk, identity: Identity, facts: EndFacts) -> Peer:
     if not isinstance(hello, Hello) or hello.magic != _MAGIC or len(hello.nonce) != _NONCE_BYTES:
         raise LinkError("not a greeting")
     ours = secrets.token_bytes(_NONCE_BYTES)
-    talk.say(Challenge(PROTOCOL_VERSION, ours))
-    _check_version(hello.version)
+    talk.say(Challenge(HANDOFF_VERSION.major, ours, HANDOFF_VERSION.minor))
+    _check_version(hello)
     nonces = hello.nonce + ours
     introduction = talk.hear()
     if not isinstance(introduction, Introduction):
@@ -97,10 +98,10 @@ def _check_layouts(*, source: KVCacheLayout, target: KVCacheLayout) -> None:
         raise GreetingRefused(ErrorCode.HANDOFF_FAILED, refusal)
 
 
-def _check_version(theirs: int) -> None:
-    if theirs != PROTOCOL_VERSION:
-        reason = f"the peer speaks version {theirs} of the hand-off protocol, this worker version {PROTOCOL_VERSION}"
-        raise GreetingRefused(ErrorCode.HANDOFF_FAILED, reason)
+def _check_version(said: Hello | Challenge) -> None:
+    refusal = HANDOFF_VERSION.refusal(ProtocolVersion(said.version, said.minor), "the hand-off protocol")
+    if refusal:
+        raise GreetingRefused(ErrorCode.HANDOFF_FAILED, refusal)
 
 
 def _check_proof(identity: Identity, role: bytes, nonces: bytes, claim: Introduction | Welcome) -> None:

@@ -22,8 +22,11 @@ giving up    Abort, then Fence                ->
 import msgspec
 
 from kv_transfer.choice import EndFacts
+from runtime.protocol_version import ProtocolVersion
 
-PROTOCOL_VERSION = 2
+HANDOFF_VERSION = ProtocolVersion(2, 1)
+"""Of what is in this file. One minor apart, the ends understand each other: see `runtime.protocol_version`."""
+
 MAX_GREETING_BYTES = 64 * 1024
 MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_RENEW_IDS = 256
@@ -41,6 +44,7 @@ class Hello(Message, frozen=True):
     magic: bytes
     version: int
     nonce: bytes
+    minor: int = 0
 
 
 class Challenge(Message, frozen=True):
@@ -48,6 +52,7 @@ class Challenge(Message, frozen=True):
 
     version: int
     nonce: bytes
+    minor: int = 0
 
 
 class Introduction(Message, frozen=True):

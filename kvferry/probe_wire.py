@@ -10,7 +10,7 @@ import msgspec
 
 from kv_cache.layout import KVCacheLayout, KVDtype
 from kv_transfer.choice import EndFacts
-from kv_transfer.messages import PROTOCOL_VERSION
+from kv_transfer.messages import HANDOFF_VERSION
 
 DEFAULT_PORT = 8765
 SERVICE = "kvferry.internal.v1.PeerProbe"
@@ -73,7 +73,7 @@ class OutcomeReply(msgspec.Struct, frozen=True):
 
 def versions() -> tuple[int, int]:
     """What both ends must have in common: of this exchange, and of hand-offs."""
-    return PROBE_VERSION, PROTOCOL_VERSION
+    return PROBE_VERSION, HANDOFF_VERSION.major
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvferry_rpc import internal_pb2_grpc, public_pb2_grpc
+from kvferry_rpc.internal_pb2 import FleetState
 from router.admission.fair_queue import TenantShare
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
@@ -24,12 +25,14 @@ from router.observation.live_page import LivePage
 from router.observation.metrics import RouterMetrics
 from router.observation.traces import Traces, request_spans, untraced
 from router.plans.generation_plan import ModelLimits
+from router.succession import workers_attached
 from router.tenant_limits import MeteredSource
 from router.tenants import TenantDirectory
 from router.text.chat_format import chat_format
 from router.text.tokenizer import AsyncTokenizer, Tokenizer
-from router.workers import membership_service
+from router.workers import fleet_service, membership_service
 from router.workers.cluster_state import cluster_state
+from router.workers.fleet_service import FleetService
 from router.workers.membership_service import MembershipService
 from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import SystemClock
@@ -40,6 +43,8 @@ from runtime.tls import https_context, internal_channel_tls, server_credentials
 from runtime.tracing import Tracer, open_tracer
 
 _STOP_GRACE_S = 2.0
+# Clients that have said nothing for so long find their connection closed, as after any idle time.
+_LINGER_S = 3.0
 _MAX_PUBLIC_MESSAGE_BYTES = MAX_BODY_BYTES + 64 * 1024  # The longest prompt, and all the fields beside it.
 _ANY_CONTEXT = 2**20  # No worker and no file says how long it is: nothing is refused for its length yet.
 
@@ -62,13 +67,14 @@ class RouterService:
         self._clock = clock
         self._draining = False
         self._doors_open = False
+        self._leaving: asyncio.Task[None] | None = None  # The gRPC port, for a successor.
         self._tokenizer = AsyncTokenizer(tokenizer)
         self._chat_format = chat_format(config.tool_parser, config.reasoning_parser, tokenizer.chat_template_source)
         self.registry = WorkerRegistry(clock, silent_after_s=config.heartbeat_s)
         tls = internal_channel_tls(config, clock)
         connect = lambda address: channel(address, secret, tls=tls)  # noqa: E731
         self._links = WorkerLinks(self.registry, self.router_id, connect, rng)
-        metrics = RouterMetrics(new_registry(), clock)
+        metrics = self._metrics = RouterMetrics(new_registry(), clock)
         store = ReceiptStore(config.receipts_kept)
         tenants = TenantDirectory(config.api_keys_file, secret, clock)
         limits = replace(config.dispatch_limits, share_of=lambda name: TenantShare(weight=tenants.weight(name)))
@@ -114,7 +120,8 @@ class RouterService:
         shared = config.share_ports
         self._http = [HttpServer(app, host=config.host, port=config.http_port, tls=https, share_port=shared)]
         if config.process_port is not None:
-            self._http.append(HttpServer(app, host=config.host, port=config.process_port, tls=https))
+            own = HttpServer(app, host=config.host, port=config.process_port, tls=https, share_port=shared)
+            self._http.append(own)
         self._public = GrpcServer(
             config.host,
             config.grpc_port,
@@ -130,20 +137,27 @@ class RouterService:
         self._add_services(services)
 
     async def start(self) -> dict[str, int]:
-        """Listen; returns the ports by name. Raises OSError when an address cannot be had."""
+        """Listen, first for workers; returns the ports by name. Raises OSError when an address cannot be had."""
         await self._internal.start()
+        await self._internal.set_serving(True)
+        if self._config.await_workers:
+            await workers_attached(self.registry, self._config.await_workers)
         await self._public.start()
         for server in self._http:
             await server.start()
         self._doors_open = True
         self._page.start()
-        await self._internal.set_serving(True)
         await self._public.set_serving(True)
         ports = {"http_port": self._http[0].port, "grpc_port": self._public.port, "internal_port": self._internal.port}
         return ports if len(self._http) == 1 else {**ports, "process_port": self._http[1].port}
 
-    async def drain(self) -> None:
-        """Refuse what is new, wait for what runs, and close the front doors; all within the drain timeout."""
+    async def drain(self, *, has_successor: bool = False) -> None:
+        """Refuse what is new, wait for what runs, and close the front doors; all within the drain timeout.
+
+        With a successor on the same ports, first take no new connection and serve those there are a little longer.
+        """
+        if has_successor:
+            await self._leave_the_ports()
         self._draining = True
         await self._public.set_serving(False)
         deadline = self._clock.now() + self._config.drain_timeout_s
@@ -154,6 +168,12 @@ class RouterService:
             _log.warning("%d requests are cut off by the drain timeout", self.dispatcher.in_flight)
         # What came just before the end may still be on its way to the dispatcher, and answers to their clients.
         await self._close_doors(max(_STOP_GRACE_S, deadline - self._clock.now()))
+
+    async def _leave_the_ports(self) -> None:
+        """What comes on connections that clients have is still served here; each ends with its next answer."""
+        _log.info("another router serves on these ports: this one leaves")
+        self._leaving = asyncio.create_task(self._public.stop(self._config.drain_timeout_s))
+        await asyncio.gather(*(server.retire(_LINGER_S) for server in self._http))
 
     async def stop(self) -> None:
         """Close everything. Front doors first, so that no answer is cut for want of what is below it. Idempotent."""
@@ -169,7 +189,8 @@ class RouterService:
             return
         self._doors_open = False
         await self._page.close()
-        await asyncio.gather(*(server.close(grace_s) for server in self._http), self._public.stop(grace_s))
+        leaving = [] if self._leaving is None else [self._leaving]
+        await asyncio.gather(*(server.close(grace_s) for server in self._http), self._public.stop(grace_s), *leaving)
 
     def _add_services(self, services: Services) -> None:
         state = lambda: cluster_state(self._config.model_name, self.router_id, self.registry, self.dispatcher)  # noqa: E731
@@ -184,6 +205,22 @@ class RouterService:
             MembershipService(self.registry, self.router_id, silence_limit_s=3 * self._config.heartbeat_s),
             membership_service.SERVICE_NAME,
             internal=True,
+        )
+        self._internal.add_service(
+            internal_pb2_grpc.add_FleetServicer_to_server,
+            FleetService(self.registry, self._demand),
+            fleet_service.SERVICE_NAME,
+            internal=True,
+        )
+
+    def _demand(self) -> FleetState:
+        """What this router has to do, for whoever scales the cluster."""
+        return FleetState(
+            router_id=self.router_id,
+            requests_in_flight=self.dispatcher.in_flight,
+            requests_queued=self.dispatcher.queued,
+            slo_met=self._metrics.slo_met,
+            slo_missed=self._metrics.slo_missed,
         )
 
     def _follow(self, tracer: Tracer) -> Callable[[str | None], str]:

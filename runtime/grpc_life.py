@@ -17,6 +17,9 @@ from runtime.secret_channel import SecretChannel
 from runtime.tls import ChannelTls
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+LIVE = "live"
+"""The service name that a liveness probe asks health for: SERVING from the start of a server to its stop, also while
+it drains. The empty name is for readiness."""
 PING_INTERVAL_S = 10.0
 PING_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 1.0
@@ -46,6 +49,9 @@ def channel_options(ping_interval_s: float = PING_INTERVAL_S, connect_timeout_s:
         *_message_options(),
         ("grpc.keepalive_time_ms", round(ping_interval_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_S * 1000)),
+        # A ping of gRPC's own, to measure the link, may be under way already; ours then waits for that one, which would
+        # have a minute.
+        ("grpc.http2.ping_timeout_ms", round(PING_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -65,6 +71,7 @@ def server_options(max_received_bytes: int = MAX_MESSAGE_BYTES, *, share_port: b
         *_message_options(max_received_bytes),
         ("grpc.keepalive_time_ms", round(2 * PING_INTERVAL_S * 1000)),
         ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_S * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(PING_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),
@@ -103,7 +110,7 @@ class GrpcServer:
     """One listening gRPC server: add services, start, serve, stop. All methods: event-loop thread only.
 
     Health (grpc.health.v1) and reflection are always there and need no secret. Health says NOT_SERVING until
-    `set_serving(True)`.
+    `set_serving(True)`; of `LIVE` it says SERVING as long as the server answers at all.
     """
 
     def __init__(
@@ -172,6 +179,7 @@ class GrpcServer:
         """Listen and serve; returns the port. Raises OSError when the address cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self.set_serving(False)
+        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         reflection.enable_server_reflection(
             (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )

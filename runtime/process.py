@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 FAST_EXIT_STATUS = 130
 ORPHAN_EXIT_STATUS = 70
 ORPHAN_GRACE_S = 10.0
+SUCCESSOR_SIGNAL = signal.SIGUSR1
+"""Tells a router that shares its ports that another one serves there now: it drains and leaves the rest to that one."""
 
 
 def run_service(

@@ -102,7 +102,7 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def describe_defect(error: Exception) -> str:
+def describe_defect(error: BaseException) -> str:
     """An exception that nobody foresaw, by type and place, for a log line: what it says may quote a prompt."""
     return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}"
 

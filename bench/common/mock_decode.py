@@ -59,7 +59,7 @@ class MockDecode(internal_pb2_grpc.DecodeWorkerServicer):
         """Register with these routers, and with no others any more. Returns when all have accepted."""
         await self.detach()
         self._membership = MembershipClient(
-            router_addresses, self._secret, self._register(), self._load, KVEventLog(), lambda: None
+            router_addresses, self._secret, self._register(), self._load, KVEventLog(), lambda order: None
         )
         self._membership.start()
         await self._membership.wait_attached()

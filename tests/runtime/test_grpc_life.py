@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from runtime.errors import ErrorCode, KvferryError
-from runtime.grpc_life import MAX_MESSAGE_BYTES, GrpcServer, channel, join_host_port
+from runtime.grpc_life import LIVE, MAX_MESSAGE_BYTES, GrpcServer, channel, join_host_port
 
 SECRET = b"0123456789abcdef"
 INTERNAL = "kvferry.test.Internal"
@@ -230,11 +230,11 @@ async def test_health_follows_set_serving_and_needs_no_secret() -> None:
         async def status(service: str) -> int:
             return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
 
-        assert await status("") == states.NOT_SERVING
+        assert (await status(""), await status(LIVE)) == (states.NOT_SERVING, states.SERVING)
         await server.set_serving(True)
         assert [await status(name) for name in ("", INTERNAL, PUBLIC)] == [states.SERVING] * 3
         await server.set_serving(False)
-        assert await status(INTERNAL) == states.NOT_SERVING
+        assert (await status(INTERNAL), await status(LIVE)) == (states.NOT_SERVING, states.SERVING)
 
 
 async def test_reflection_lists_the_services_and_needs_no_secret() -> None:

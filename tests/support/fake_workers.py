@@ -152,7 +152,7 @@ class FakeDecode(internal_pb2_grpc.DecodeWorkerServicer):
 
     async def until(self, condition: Any) -> None:
         """Wait until `condition()` holds."""
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(condition)
 
     async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
@@ -325,7 +325,7 @@ class FakePrefill(internal_pb2_grpc.PrefillWorkerServicer):
 
     async def until(self, condition: Any) -> None:
         """Wait until `condition()` holds."""
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(condition)
 
     async def Prefill(self, request: PrefillRequest, context: Any) -> AsyncIterator[PrefillEvent]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry_rpc.internal_pb2 import KVEvent, Register, Role
-from router.workers.worker_registry import AttachedWorker, WorkerRegistry
+from router.workers.attached_worker import AttachedWorker
+from router.workers.worker_registry import WorkerRegistry
 from tests.support.fake_workers import registration
 
 
