@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvferry.client import AsyncClient, Client
-    from kvferry.client_retry import ONE_TRY, RetryPolicy
-    from kvferry.client_types import (
+    from kvferry.client.retry import ONE_TRY, RetryPolicy
+    from kvferry.client.types import (
         ChatAnswer,
         Completion,
         Ebnf,
@@ -59,8 +59,8 @@ _ELSEWHERE = {
     "Client": "kvferry.client",
     "ErrorCode": "runtime.errors",
     "KvferryError": "runtime.errors",
-    "ONE_TRY": "kvferry.client_retry",
-    "RetryPolicy": "kvferry.client_retry",
+    "ONE_TRY": "kvferry.client.retry",
+    "RetryPolicy": "kvferry.client.retry",
     "TlsFiles": "runtime.tls",
 }
 
@@ -69,6 +69,6 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for, the first time that it is."""
     if name not in __all__:
         raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_ELSEWHERE.get(name, "kvferry.client_types")), name)
+    value = getattr(importlib.import_module(_ELSEWHERE.get(name, "kvferry.client.types")), name)
     globals()[name] = value
     return value

@@ -3,8 +3,8 @@
 import argparse
 from dataclasses import fields
 
-from kvferry.autoscaler import DEFAULT_POLICY, AutoscaleOptions
-from kvferry.scaling_policy import ScalingLimits
+from kvferry.scaling.autoscaler import DEFAULT_POLICY, AutoscaleOptions
+from kvferry.scaling.scaling_policy import ScalingLimits
 
 _HELP = {
     "min_prefill": "Fewest prefill workers.",

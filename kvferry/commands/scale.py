@@ -8,8 +8,8 @@ from kvferry.commands.base import Command, absolute_path
 from kvferry.commands.in_ray import add_ray_arguments, event_line, with_ray_cluster
 from kvferry.console import Console
 from kvferry.control import send_order
-from kvferry.elasticity import scale_cluster
 from kvferry.run_dir import RunDir, live_state, newest_live_state
+from kvferry.scaling.elasticity import scale_cluster
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.errors import KvferryError
 

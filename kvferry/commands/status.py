@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvferry.client_types import ClusterState, WorkerState
+from kvferry.client.types import ClusterState, WorkerState
 from kvferry.commands.base import Command, add_cluster_arguments, connect
 from kvferry.commands.in_ray import add_ray_arguments, with_ray_cluster
 from kvferry.console import Console

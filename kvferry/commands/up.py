@@ -19,7 +19,6 @@ from kvferry.commands.observing import add_observing_arguments, observing_fields
 from kvferry.commands.routing import add_router_arguments, router_flags
 from kvferry.commands.transfer import add_transfer_arguments, transfer_fields
 from kvferry.console import Console
-from kvferry.elasticity import Elasticity
 from kvferry.launchers.launcher import ROUTER, ClusterEvent, Launcher
 from kvferry.launchers.local import LocalCluster
 from kvferry.launchers.ray_cluster import RayCluster
@@ -27,6 +26,7 @@ from kvferry.launchers.ray_link import RayLink, connect
 from kvferry.launchers.ray_node import ProcessOrder
 from kvferry.model_prep import DEFAULT_CACHE_DIR, PREPARE_COMMAND, prepare_model
 from kvferry.run_dir import DEFAULT_ROOT, RunDir
+from kvferry.scaling.elasticity import Elasticity
 from runtime.config import flag_name
 from runtime.secret import new_secret
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 from kvferry.commands.base import Command, absolute_path
 from kvferry.commands.passed import add_passed_flags, passed
 from kvferry.console import Console
-from kvferry.fleet_admin import FleetAdmin
-from kvferry.fleet_view import FleetView
 from kvferry.run_dir import live_state, newest_live_state
+from kvferry.scaling.fleet_admin import FleetAdmin
+from kvferry.scaling.fleet_view import FleetView
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.clock import SystemClock
 from runtime.errors import KvferryError

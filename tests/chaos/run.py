@@ -21,8 +21,8 @@ from pathlib import Path
 import httpx
 
 from bench.common.soak_process import at_rest
-from kvferry.client_async import AsyncClient
-from kvferry.client_retry import ONE_TRY
+from kvferry.client.asynchronous import AsyncClient
+from kvferry.client.retry import ONE_TRY
 from kvferry.model_prep import prepare_model
 from runtime.errors import KvferryError
 from tests.chaos import world as worlds

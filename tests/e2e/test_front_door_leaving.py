@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 
-from kvferry.client_types import ClusterState
+from kvferry.client.types import ClusterState
 from kvferry_rpc import public_pb2, public_pb2_grpc
 from kvferry_rpc.common_pb2 import SamplingParams
 from tests.support.live_cluster import LiveCluster

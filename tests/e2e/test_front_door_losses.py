@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.client_types import ClusterState, WorkerState
+from kvferry.client.types import ClusterState, WorkerState
 from tests.support.live_cluster import LiveCluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]

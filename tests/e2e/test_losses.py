@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvferry.__main__ import main
-from kvferry.client_types import ClusterState
+from kvferry.client.types import ClusterState
 from tests.support.live_cluster import LiveCluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

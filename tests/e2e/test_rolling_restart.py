@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.client_async import AsyncClient
+from kvferry.client.asynchronous import AsyncClient
 from tests.support.live_cluster import LiveCluster, live_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry import fleet as fleet_module
-from kvferry.autoscaler import DEFAULT_POLICY, Attainment, Autoscaler, load_policy
-from kvferry.fleet import Fleet
-from kvferry.fleet_admin import FleetAdmin
 from kvferry.launchers.launcher import Launcher
-from kvferry.scaling_policy import Action, Decision, Observation, ScalingLimits, ThresholdPolicy
+from kvferry.scaling import fleet as fleet_module
+from kvferry.scaling.autoscaler import DEFAULT_POLICY, Attainment, Autoscaler, load_policy
+from kvferry.scaling.fleet import Fleet
+from kvferry.scaling.fleet_admin import FleetAdmin
+from kvferry.scaling.scaling_policy import Action, Decision, Observation, ScalingLimits, ThresholdPolicy
 from runtime.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet
 
@@ -162,6 +162,11 @@ def test_attainment_is_of_the_last_while_and_begins_anew_after_a_restart() -> No
 
 def test_another_policy_takes_the_place_of_the_usual_one() -> None:
     assert isinstance(load_policy(DEFAULT_POLICY, ScalingLimits()), ThresholdPolicy)
-    for name in ("kvferry.scaling_policy", "kvferry.scaling_policy:Nothing", "no.such.module:Class", ""):
+    for name in (
+        "kvferry.scaling.scaling_policy",
+        "kvferry.scaling.scaling_policy:Nothing",
+        "no.such.module:Class",
+        "",
+    ):
         with pytest.raises(ValueError, match="--autoscale-policy must be module:Class"):
             load_policy(name, ScalingLimits())

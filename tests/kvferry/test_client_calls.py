@@ -33,7 +33,7 @@ from kvferry import (
     ToolCallArguments,
     ToolCallStart,
 )
-from kvferry.client_types import ClusterState, Completion, WorkerState
+from kvferry.client.types import ClusterState, Completion, WorkerState
 from kvferry_rpc import public_pb2, public_pb2_grpc
 from kvferry_rpc.common_pb2 import Grammar, KVReceipt
 from router.grpc.server import SERVICE_NAME, PublicService

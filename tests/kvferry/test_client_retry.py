@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvferry.client import AsyncClient, Client, text_request
-from kvferry.client_retry import ONE_TRY, RetryPolicy, Route
+from kvferry.client.retry import ONE_TRY, RetryPolicy, Route
 from kvferry_rpc import common_pb2, public_pb2, public_pb2_grpc
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.clock import ManualClock

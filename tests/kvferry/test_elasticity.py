@@ -9,17 +9,17 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry import elasticity
-from kvferry import fleet as fleet_module
 from kvferry.__main__ import build_parser, main
-from kvferry.autoscaler import AutoscaleOptions
 from kvferry.cluster_file import settle
 from kvferry.commands.autoscaling import autoscale_options
 from kvferry.control import send_order
-from kvferry.elasticity import Elasticity
 from kvferry.launchers.launcher import Launcher
 from kvferry.run_dir import RunDir
-from kvferry.scaling_policy import ScalingLimits
+from kvferry.scaling import elasticity
+from kvferry.scaling import fleet as fleet_module
+from kvferry.scaling.autoscaler import AutoscaleOptions
+from kvferry.scaling.elasticity import Elasticity
+from kvferry.scaling.scaling_policy import ScalingLimits
 from tests.support.fake_fleet import FakeFleet
 
 

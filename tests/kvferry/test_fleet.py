@@ -4,10 +4,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry import fleet as fleet_module
-from kvferry.fleet import Changes, Fleet
-from kvferry.fleet_admin import FleetAdmin, fleet_view
 from kvferry.launchers.launcher import Launcher
+from kvferry.scaling import fleet as fleet_module
+from kvferry.scaling.fleet import Changes, Fleet
+from kvferry.scaling.fleet_admin import FleetAdmin, fleet_view
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import FleetState, FleetWorker, LoadReport, Register, Role
 from runtime.child_process import LaunchError

@@ -6,16 +6,16 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry import elasticity
-from kvferry import fleet as fleet_module
-from kvferry.autoscaler import AutoscaleOptions
 from kvferry.commands import restart
 from kvferry.console import Console
 from kvferry.control import send_order
-from kvferry.elasticity import Elasticity
-from kvferry.fleet import Fleet
-from kvferry.fleet_admin import FleetAdmin
 from kvferry.launchers.launcher import Launcher
+from kvferry.scaling import elasticity
+from kvferry.scaling import fleet as fleet_module
+from kvferry.scaling.autoscaler import AutoscaleOptions
+from kvferry.scaling.elasticity import Elasticity
+from kvferry.scaling.fleet import Fleet
+from kvferry.scaling.fleet_admin import FleetAdmin
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.child_process import LaunchError
 from runtime.errors import KvferryError

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.fleet_view import DRAINING, ROLES, FleetView, Role
-from kvferry.scaling_policy import Action, Decision, Observation, ScalingLimits, ThresholdPolicy, pressure
+from kvferry.scaling.fleet_view import DRAINING, ROLES, FleetView, Role
+from kvferry.scaling.scaling_policy import Action, Decision, Observation, ScalingLimits, ThresholdPolicy, pressure
 from tests.support.fleet_sim import MAX_NUM_SEQS, NUM_BLOCKS, TOKEN_BUDGET, FleetSim, view_of
 
 QUICK = ScalingLimits(up_after_s=1, down_after_s=3, cooldown_s=2)

@@ -24,7 +24,7 @@ TELLS_THE_TIME = {
     "router/http/generation.py": "the field `created`",
     "router/http/server.py": "the field `created` of a model",
     "router/http/debug_requests.py": "when requests came, for people",
-    "kvferry/autoscaler.py": "stamp of a line of its record",
+    "kvferry/scaling/autoscaler.py": "stamp of a line of its record",
 }
 
 

@@ -7,8 +7,8 @@ as they take, and wait before them where there is no room.
 import random
 from dataclasses import dataclass, field
 
-from kvferry.fleet_view import DRAINING, READY, ROLES, FleetView, Role, WorkerFacts
-from kvferry.scaling_policy import Action, Decision, Observation, ScalingPolicy
+from kvferry.scaling.fleet_view import DRAINING, READY, ROLES, FleetView, Role, WorkerFacts
+from kvferry.scaling.scaling_policy import Action, Decision, Observation, ScalingPolicy
 
 TOKEN_BUDGET, MAX_NUM_SEQS, NUM_BLOCKS = 256, 16, 1000
 

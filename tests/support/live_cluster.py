@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.client import Client
-from kvferry.client_types import ClusterState
+from kvferry.client.types import ClusterState
 from kvferry.run_dir import live_state, process_start_ticks
 from runtime.errors import KvferryError
 

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import worker.parts
-from kvferry.fleet_admin import FleetAdmin
-from kvferry.fleet_view import WorkerFacts
+from kvferry.scaling.fleet_admin import FleetAdmin
+from kvferry.scaling.fleet_view import WorkerFacts
 from kvferry_rpc import internal_pb2_grpc
 from kvferry_rpc.common_pb2 import SamplingParams
 from kvferry_rpc.internal_pb2 import FleetState

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from kvferry.fleet_view import FleetView, WorkerFacts
+from kvferry.scaling.fleet_view import FleetView, WorkerFacts
 from kvferry_rpc.common_pb2 import ErrorCode
 from kvferry_rpc.internal_pb2 import (
     DrainWorkerRequest,

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
 
-from kvferry.client_answers import AnswerBuilder, ChoicesBuilder, cluster_state, first_model, models
-from kvferry.client_link import (
+from kvferry.client.answers import AnswerBuilder, ChoicesBuilder, cluster_state, first_model, models
+from kvferry.client.link import (
     DEFAULT_TIMEOUT_S,
     QUICK_TIMEOUT_S,
     failure_of,
     key_metadata,
     open_async_channels,
 )
-from kvferry.client_requests import (
+from kvferry.client.requests import (
     AnyMessage,
     ChatOptions,
     GenerationOptions,
@@ -24,8 +24,8 @@ from kvferry.client_requests import (
     request_for_text,
     request_to_tokenize,
 )
-from kvferry.client_retry import RetryPolicy, Route
-from kvferry.client_types import (
+from kvferry.client.retry import RetryPolicy, Route
+from kvferry.client.types import (
     ChatAnswer,
     ChatEvent,
     ClusterState,

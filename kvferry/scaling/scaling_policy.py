@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from kvferry.fleet_view import DRAINING, ROLES, FleetView, Role, WorkerFacts
+from kvferry.scaling.fleet_view import DRAINING, ROLES, FleetView, Role, WorkerFacts
 
 
 class Action(Enum):

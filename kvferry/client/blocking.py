@@ -1,4 +1,4 @@
-"""The Python client of the public gRPC service, synchronous (here) and for asyncio (`AsyncClient`).
+"""The Python client of the public gRPC service whose calls block; `asynchronous.py` has its twin for asyncio.
 
     with Client("127.0.0.1:8001") as client:
         print(client.chat([("user", "Hello")]).text)
@@ -19,27 +19,24 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
-from kvferry.client_answers import AnswerBuilder, ChoicesBuilder, cluster_state, first_model, models
-from kvferry.client_async import AsyncClient
-from kvferry.client_link import (
+from kvferry.client.answers import AnswerBuilder, ChoicesBuilder, cluster_state, first_model, models
+from kvferry.client.link import (
     DEFAULT_TIMEOUT_S,
     QUICK_TIMEOUT_S,
     failure_of,
     key_metadata,
     open_channels,
 )
-from kvferry.client_requests import (
+from kvferry.client.requests import (
     AnyMessage,
     ChatOptions,
     GenerationOptions,
-    chat_request,
     request_for_chat,
     request_for_text,
     request_to_tokenize,
-    text_request,
 )
-from kvferry.client_retry import ONE_TRY, RetryPolicy, Route
-from kvferry.client_types import (
+from kvferry.client.retry import RetryPolicy, Route
+from kvferry.client.types import (
     ChatAnswer,
     ChatEvent,
     ClusterState,
@@ -61,8 +58,6 @@ from kvferry_rpc.public_pb2 import (
 )
 from kvferry_rpc.public_pb2_grpc import KvferryStub
 from runtime.tls import TlsFiles
-
-__all__ = ["DEFAULT_TIMEOUT_S", "ONE_TRY", "AsyncClient", "Client", "RetryPolicy", "chat_request", "text_request"]
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvferry.fleet_admin import FleetAdmin
-from kvferry.fleet_view import ROLES, FleetView, Role, WorkerFacts
 from kvferry.launchers.launcher import Launcher
+from kvferry.scaling.fleet_admin import FleetAdmin
+from kvferry.scaling.fleet_view import ROLES, FleetView, Role, WorkerFacts
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.clock import Clock, SystemClock
 from runtime.errors import KvferryError

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvferry.autoscaler import AutoscaleOptions, Autoscaler, Record, load_policy
 from kvferry.control import ControlServer, Handler, Say
-from kvferry.fleet import Fleet
-from kvferry.fleet_admin import FleetAdmin
 from kvferry.launchers.launcher import Launcher
+from kvferry.scaling.autoscaler import AutoscaleOptions, Autoscaler, Record, load_policy
+from kvferry.scaling.fleet import Fleet
+from kvferry.scaling.fleet_admin import FleetAdmin
 from runtime.clock import SystemClock
 from runtime.errors import invalid
 from runtime.tls import InternalTlsOptions, internal_channel_tls

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypedDict
 
-from kvferry.client_types import Ebnf, JsonObject, JsonSchema, Message, Regex, ResponseFormat, Tool
+from kvferry.client.types import Ebnf, JsonObject, JsonSchema, Message, Regex, ResponseFormat, Tool
 from kvferry_rpc import public_pb2
 from kvferry_rpc.common_pb2 import Grammar, LogitBias, SamplingParams
 from kvferry_rpc.public_pb2 import ChatMessage, ChatPrompt, GenerateRequest, TokenIds, TokenizeRequest, ToolChoice

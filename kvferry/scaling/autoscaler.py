@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from kvferry.fleet import Fleet
-from kvferry.scaling_policy import Action, Decision, Observation, ScalingLimits, ScalingPolicy
+from kvferry.scaling.fleet import Fleet
+from kvferry.scaling.scaling_policy import Action, Decision, Observation, ScalingLimits, ScalingPolicy
 from runtime.child_process import LaunchError
 from runtime.clock import Clock, SystemClock
 from runtime.errors import KvferryError
 
 INTERVAL_S = 2.0
 ATTAINMENT_WINDOW_S = 60.0
-DEFAULT_POLICY = "kvferry.scaling_policy:ThresholdPolicy"
+DEFAULT_POLICY = "kvferry.scaling.scaling_policy:ThresholdPolicy"
 
 _log = logging.getLogger(__name__)
 

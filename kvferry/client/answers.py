@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from kvferry.client_types import (
+from kvferry.client.types import (
     Alternative,
     ChatAnswer,
     ClusterState,
