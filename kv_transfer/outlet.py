@@ -51,6 +51,8 @@ class Outlet:
         self.link = Link(sends_payload=True, io_timeout_s=io_timeout_s)
         self.view = LinkView()
         self.thread: threading.Thread | None = None
+        # The hand-off whose write met a defect, after which the link is given up. Set once, by the writer.
+        self.defect: tuple[str, Failure] | None = None
         self._writer: PayloadWriter | None = None
         self._wire: KVCacheLayout | None = None
 

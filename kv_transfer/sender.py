@@ -298,6 +298,9 @@ class HandoffSender:
 
     def _read(self, outlet: Outlet) -> None:
         end = outlet.link.run_reader(lambda data, size: self._handle(outlet, data), max_payload_bytes=0)
+        if (defect := outlet.defect) is not None:
+            # The peer notices the closed link at once, maybe before the thread that met the defect comes to say so.
+            self._run(lambda: self._table.abort(*defect))
         self._lost(outlet, Failure(f"the link to {outlet.worker_id} was lost: {outlet.link.broken or end}"))
 
     def _handle(self, outlet: Outlet, data: bytes) -> None:
@@ -341,6 +344,7 @@ class HandoffSender:
         except Exception as error:
             _log.exception("writing KV of %s failed", handoff.handoff_id)
             failure = Failure(f"a defect while writing: {error!r}", ErrorCode.INTERNAL)
+            outlet.defect = (handoff.handoff_id, failure)
             outlet.payload().close()  # What was begun may be under way: it must not be when `Drained` is said.
             self._run(lambda: self._table.abort(handoff.handoff_id, failure))
             outlet.link.break_off(failure.message)

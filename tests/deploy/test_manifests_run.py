@@ -55,8 +55,10 @@ class HostPod:
         """Start a container's process."""
         fields = {"POD_NAME": self.directory.name, "POD_IP": HOST}
         values = variables(container, self.documents, fields)
-        given = values | ({"MODEL_SOURCE": str(TINY_REAL)} if "MODEL_SOURCE" in values else {})
-        python, *words = [on_host(word, self._mounts(container)) for word in command(container, given)]
+        # A path of the host already, which may lie below one that the container mounts, such as /tmp.
+        given = values | ({"MODEL_SOURCE": "tiny-real"} if "MODEL_SOURCE" in values else {})
+        words = [on_host(word, self._mounts(container)) for word in command(container, given)]
+        python, *words = [str(TINY_REAL) if word == "tiny-real" else word for word in words]
         assert python == "python"
         environment = {**os.environ, **given, "PYTHONPATH": os.getcwd()}
         return await asyncio.create_subprocess_exec(
