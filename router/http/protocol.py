@@ -54,6 +54,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._deaf = False  # Input is dropped; reading goes on only to see the connection end.
         self._retiring = False
+        self._closes = False  # After the current answer, as its client wants it.
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._pipe: _SocketPipe | None = None  # Of the current request.
@@ -111,8 +112,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # Before the task that uvicorn has made begins.
         self._pipe = _SocketPipe(self.loop, self.transport, self.flow)
         cast(dict[str, Any], self.scope)[CLIENT_PIPE] = self._pipe
+        # uvicorn would close behind the answer even if the body is still coming, and what then arrives makes the kernel
+        # throw away an answer that the client has not read yet.
+        self._closes, self.cycle.keep_alive = not self.cycle.keep_alive, True
         if self._retiring:
             self.cycle.keep_alive = False
+
+    def on_response_complete(self) -> None:
+        if self._closes and not self.transport.is_closing():
+            if self.cycle.more_body:
+                self._linger()
+            else:
+                self.transport.close()
+        super().on_response_complete()
+
+    def _linger(self) -> None:
+        """The answer came before the end of the body: drop the rest, until the client closes or the keep-alive ends."""
+        self._deaf = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def retire(self) -> None:
         """The answer under way, or else the next one, is the last on this connection, and says so if it still can."""

@@ -276,6 +276,29 @@ async def test_a_body_too_large_is_answered_while_it_is_still_being_sent() -> No
 
 
 @on_both_loops
+async def test_a_body_too_large_is_answered_also_to_a_client_that_reads_only_when_it_has_sent_all() -> None:
+    """One that wants the connection closed: its answer must not be lost to what it still sends."""
+    size = 16 * 1024 * 1024
+    async with serving(Door(words)) as server:
+        for _ in range(3):
+            wire = await Wire.open(server)
+            lines = (f"POST {CHAT} HTTP/1.1", "host: door", "content-type: application/json", "connection: close")
+            wire.writer.write("\r\n".join([*lines, f"content-length: {size}", "", ""]).encode())
+            for _ in range(16):
+                wire.writer.write(b" " * (size // 16))
+                await wire.writer.drain()
+            status, _ = await wire.answer()
+            assert status == 413
+            assert await wire.reader.read() == b""
+    # A good request on such a connection has its end at once.
+    async with serving(Door(words)) as server:
+        wire = await Wire.open(server)
+        wire.post(chat_body(), CHAT, "connection: close")
+        assert (await wire.answer())[0] == 200
+        assert await wire.reader.read() == b""
+
+
+@on_both_loops
 async def test_a_client_that_sends_no_request_is_closed_but_a_waiting_answer_is_not() -> None:
     gate = asyncio.Event()
     door = Door(lambda _: [gate, *words(_)])
