@@ -8,14 +8,11 @@ from runtime.clock import Clock
 # Work that took less is too small to be worth a wait; none waits longer.
 _SHORTEST_WORK_S = 0.001
 _LONGEST_HOLD_S = 0.02
-_MOST_PATIENCE = 16.0
 
 
 class Pacer:
     """Calls `deliver` soon after `ask`: at once, unless the last delivery and all that it set going (tasks of requests
-    that write to their clients) took so long that as much time should go to others first. If more came meanwhile, the
-    loop is behind: the next time others get twice as long for the same work, and so on, up to the longest hold. So a
-    full router spends its time on prompts, and streams get their tokens in larger pieces. Event-loop thread only.
+    that write to their clients) took so long that as much time should go to others first. Event-loop thread only.
     """
 
     def __init__(self, deliver: Callable[[], None], clock: Clock) -> None:
@@ -23,7 +20,6 @@ class Pacer:
         self._deliver = deliver
         self._now = clock.now
         self._not_before = 0.0
-        self._patience = 1.0  # What others get for each second of work.
         self._timer: asyncio.TimerHandle | None = None
 
     def ask(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -32,10 +28,8 @@ class Pacer:
             return
         wait_s = self._not_before - self._now()
         if wait_s <= 0.0:
-            self._patience = 1.0
             self._run(loop)
         else:
-            self._patience = min(2.0 * self._patience, _MOST_PATIENCE)
             self._timer = loop.call_later(wait_s, self._run, loop)
 
     def cancel(self) -> None:
@@ -55,4 +49,4 @@ class Pacer:
         now = self._now()
         work_s = now - began
         if work_s >= _SHORTEST_WORK_S:
-            self._not_before = now + min(self._patience * work_s, _LONGEST_HOLD_S)
+            self._not_before = now + min(work_s, _LONGEST_HOLD_S)

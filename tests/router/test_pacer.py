@@ -92,20 +92,6 @@ def test_what_comes_while_others_should_have_the_loop_is_given_out_together() ->
     assert world.deliveries == 2
 
 
-def test_a_loop_that_stays_behind_is_given_more_and_more_at_once_up_to_a_bound() -> None:
-    world = World(busy_s=0.002)
-    waits = []
-    world.arrive()
-    for _ in range(6):
-        world.arrive()
-        waits.append(world.wait())
-    assert waits == pytest.approx([0.002, 0.004, 0.008, 0.016, 0.02, 0.02])
-    world.loop.now += 0.02
-    world.arrive()
-    world.arrive()
-    assert world.wait() == pytest.approx(0.002)
-
-
 def test_after_a_pause_as_long_as_the_work_nothing_waits() -> None:
     world = World(busy_s=0.008)
     world.arrive()
