@@ -209,8 +209,7 @@ class HandoffReceiver:
             inlet.link.finish()  # What was promised to the peers goes out before the channels stop.
         _join(writers, deadline)
         with self._changed:
-            self._changed.wait_for(lambda: self._abandoned or self._is_fenced(), deadline - time.monotonic())
-            if not self._is_fenced() and not self._abandoned:
+            if not self._changed.wait_for(lambda: self._abandoned or self._is_fenced(), deadline - time.monotonic()):
                 _log.error("closing although a peer that does not answer may still write into the pool")
             self._abandoned = True
             channels, inlets = dict(self._channels), list(self._inlets.values())

@@ -4,7 +4,7 @@ Life of a session:
 1. Connect, open the stream, send Hello with the incarnation that is attached. A worker of another life refuses it.
 2. Commands go out in order; each event goes to the inbox of its (request, attempt), unknown ones to
    nobody. Events are given out at once, but for a router that is busy: what comes while it still works on the last ones
-   waits a while (`pacer.py`), so that more tokens share the work that each delivery makes.
+   waits as long again (`pacer.py`), so that more tokens share the work that each delivery makes.
 3. The stream breaks: every request on it fails with UNAVAILABLE, and the session connects again after a jittered
    wait, for as long as the worker is attached. Admit says UNAVAILABLE meanwhile.
 4. The worker detaches: what it said before may still be on its way on this stream, so that is read to its end, which
