@@ -118,11 +118,9 @@ class Link:
         receiver = HandoffReceiver(identity, bind_host=peers.HOST, clock=self._clock, on_event=lambda event: None)
         puller = Puller(engine, receiver, plan.layout.block_bytes, self._clock)
         self._worker = PrefillWorker(engine, self._sender, puller, plan.layout.num_layers, KVEventLog(), self._clock)
-        self._loop: EngineLoop[Command, PrefillView] = EngineLoop(
-            self._worker, clock=self._clock, max_inbox=4, on_fatal=lambda error: self._replies.put(error)
-        )
+        self._loop: EngineLoop[Command, PrefillView] = EngineLoop(self._worker, clock=self._clock, max_inbox=4)
         self._replies: queue.SimpleQueue[PrefillEvent | Exception] = queue.SimpleQueue()
-        self._loop.start()
+        self._loop.start(self._replies.put)
 
     def close(self) -> None:
         """End the threads."""

@@ -27,7 +27,10 @@ from bench.common.soak_process import at_rest, resident_mib
 MODEL = Path(__file__).resolve().parents[1] / "tests" / "data" / "tiny-real"
 NUM_PREFILL, NUM_DECODE, SEQUENCES_A_WORKER = 1, 2, 8
 _FLAGS = ("--max-num-seqs", str(SEQUENCES_A_WORKER), "--num-blocks", "160", "--served-model-name", "tiny-real")
+# What the router keeps of the past is as large as it gets before memory is looked at, and not after half of the run.
+_CONFIG = "router: {receipts_kept: 256}\n"
 _WARM_UP_SHARE = 0.25
+_LOOKS = 12
 # The test model's own template knows no tools.
 _TEMPLATE = """\
 {{- bos_token }}
@@ -40,12 +43,11 @@ _TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class Soaked:
-    """What became of a soak. Memory in MiB by process, after the warm-up and at the end."""
+    """What became of a soak. `memory`: MiB by process, at equal intervals from the end of the warm-up, and at rest."""
 
     tally: Tally
     left: dict[str, float]
-    memory_before: dict[str, float]
-    memory_after: dict[str, float]
+    memory: list[dict[str, float]]
 
 
 async def soak(cluster: StreamCluster, duration_s: float, num_clients: int, seed: int) -> Soaked:
@@ -56,11 +58,14 @@ async def soak(cluster: StreamCluster, duration_s: float, num_clients: int, seed
     begun = time.monotonic()
     running = asyncio.create_task(clients.run(num_clients, begun + duration_s))
     await asyncio.sleep(duration_s * _WARM_UP_SHARE)
-    before = memory(cluster)
+    looks = [memory(cluster)]
+    for _ in range(_LOOKS):
+        await asyncio.sleep(duration_s * (1 - _WARM_UP_SHARE) / _LOOKS)
+        looks.append(memory(cluster))
     await running
     async with httpx.AsyncClient(base_url=cluster.base_url, timeout=30) as http:
         left = await at_rest(http)
-    return Soaked(clients.tally, left, before, memory(cluster))
+    return Soaked(clients.tally, left, [*looks, memory(cluster)])
 
 
 def memory(cluster: StreamCluster) -> dict[str, float]:
@@ -84,10 +89,12 @@ def report_soak(report: Report, soaked: Soaked) -> None:
     report.add(Result("finished_share", "all", share, "share", "all", 1.0, share, tally.accepted, (share, share)))
     for name, value in soaked.left.items():
         report.add(none_line("left_at_rest", name, value, "", requests))
-    for name, before in soaked.memory_before.items():
-        after = soaked.memory_after.get(name, 0.0)
+    for name, before in soaked.memory[0].items():
+        series = [look.get(name, 0.0) for look in soaked.memory]
+        after = series[-1]
         ratio = before / after if after else 0.0
         report.add(Result("memory_mib", name, after, "MiB", "after_warm_up", before, ratio, 1, (ratio, ratio)))
+        report.note(f"memory of {name}, MiB: {' '.join(f'{look:.0f}' for look in series)}")
     report.note(f"ways: {dict(tally.ways.most_common())}")
     report.note(f"statuses: {dict(tally.statuses.most_common())}")
     for kind, text in tally.problems.items():
@@ -111,7 +118,9 @@ def main(argv: list[str] | None = None) -> None:
     duration_s = given.seconds or options.pick(25.0, 600.0, 3600.0)
     with Report(options) as report, tempfile.TemporaryDirectory() as text:
         directory = Path(text)
-        with StreamCluster(directory, with_tools(directory), NUM_PREFILL, NUM_DECODE, *_FLAGS) as cluster:
+        (directory / "soak.yaml").write_text(_CONFIG)
+        flags = (*_FLAGS, "--config", str(directory / "soak.yaml"))
+        with StreamCluster(directory, with_tools(directory), NUM_PREFILL, NUM_DECODE, *flags) as cluster:
             report_soak(report, asyncio.run(soak(cluster, duration_s, given.clients, options.seed)))
 
 

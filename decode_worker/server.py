@@ -18,6 +18,7 @@ from engine.wire import DoorLimits, Grammars, build_constraint, build_sequence, 
 from kvferry_rpc import internal_pb2, internal_pb2_grpc
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
+from runtime.grpc_life import GrpcServer
 from runtime.in_flight import InFlight
 from runtime.protocol_version import CONTROL_VERSION, control_version
 from runtime.tracing import inner_context
@@ -71,6 +72,11 @@ class DecodeService(internal_pb2_grpc.DecodeWorkerServicer):
             self._engine_loop.notify(SessionClosed(session.session_id))
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+
+    def add_to(self, server: GrpcServer) -> None:
+        """Offer it."""
+        add = internal_pb2_grpc.add_DecodeWorkerServicer_to_server
+        server.add_service(add, self, "kvferry.internal.v1.DecodeWorker", internal=True)
 
     def end_sessions(self) -> None:
         """Nothing more will come: each stream ends behind what is still to be told on it."""

@@ -97,7 +97,7 @@ class DecodeView:
     load: EngineLoad
     handoffs_committed: int
     handoffs_failed: int
-    bytes_received: int
+    bytes_moved: int
 
 
 class DecodeWorker:

@@ -77,23 +77,21 @@ class EngineLoop(Generic[CommandT, ViewT]):
         *,
         clock: Clock,
         max_inbox: int,
-        on_fatal: Callable[[Exception], None],
         name: str = "engine",
     ) -> None:
-        """`on_fatal` is called once, by the owner thread, when the handler raised: the loop has stopped for good.
-        Raises ValueError for `max_inbox` below 1."""
+        """Raises ValueError for `max_inbox` below 1."""
         if max_inbox < 1:
             raise ValueError(f"max_inbox must be at least 1, not {max_inbox}")
         self._handler = handler
         self._clock = clock
         self._max_inbox = max_inbox
-        self._on_fatal = on_fatal
         self._wake = threading.Condition()
         self._inbox: deque[CommandT] = deque()
         self._stopping = False
         self._waiting_since: float | None = None  # since when work has waited for a step that computes something
         self._snapshot: LoopSnapshot[ViewT] = LoopSnapshot(0, handler.view())
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._thread: threading.Thread | None = None
 
     @property
     def snapshot(self) -> LoopSnapshot[ViewT]:
@@ -112,10 +110,12 @@ class EngineLoop(Generic[CommandT, ViewT]):
     @property
     def is_alive(self) -> bool:
         """Whether the owner thread runs."""
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
-    def start(self) -> None:
-        """Start the owner thread; once."""
+    def start(self, on_fatal: Callable[[Exception], None]) -> None:
+        """Start the owner thread; once. `on_fatal` is called, by that thread, if the handler raises: the loop is over
+        then."""
+        self._thread = threading.Thread(target=self._run, args=(on_fatal,), name=self._name, daemon=True)
         self._thread.start()
 
     def submit(self, command: CommandT) -> None:
@@ -146,9 +146,9 @@ class EngineLoop(Generic[CommandT, ViewT]):
             self._wake.notify()
         if self._thread is threading.current_thread():
             return False
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return not self.is_alive
 
     def _put(self, command: CommandT) -> None:
         self._inbox.append(command)
@@ -156,7 +156,7 @@ class EngineLoop(Generic[CommandT, ViewT]):
             self._waiting_since = self._clock.now()
         self._wake.notify()
 
-    def _run(self) -> None:
+    def _run(self, on_fatal: Callable[[Exception], None]) -> None:
         steps = 0
         computed = False
         try:
@@ -172,7 +172,7 @@ class EngineLoop(Generic[CommandT, ViewT]):
             _log.exception("the engine failed")
             with self._wake:
                 self._stopping = True
-            self._on_fatal(error)
+            on_fatal(error)
 
     def _next_commands(self, wait: bool) -> list[CommandT] | None:
         """Empty the inbox. With `wait`, sleep first until a command arrives or a tick is due. None = stop."""

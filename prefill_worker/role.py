@@ -1,138 +1,60 @@
-"""A prefill worker on the parts of its process, put together and shown to its host."""
-
-from collections.abc import Callable
+"""A prefill worker on the parts of its process."""
 
 from engine.build import log_load
 from engine.loop import EngineLoop
-from engine.wire import load_report
 from kv_transfer.events import SendEvent, Sent
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.sender import HandoffSender
-from kvferry_rpc import internal_pb2, internal_pb2_grpc
+from kvferry_rpc import internal_pb2
 from prefill_worker.pull import Puller
 from prefill_worker.server import PrefillService
 from prefill_worker.worker import Command, Nudge, PrefillView, PrefillWorker, PullEvent
-from runtime.grpc_life import GrpcServer
-from runtime.in_flight import InFlight
+from worker.engine_role import EngineRole
 from worker.parts import WorkerParts
 
 # A pull that shows no sign of life is over after this: its request waits.
 _PULL_LEASE_S = 5.0
 
 
-class PrefillRole:
-    """One life as a prefill worker. See `runtime.worker_life.HostedWorker` for the methods."""
+def prefill_role(parts: WorkerParts) -> EngineRole[PrefillView]:
+    """One life as a prefill worker. Takes the pool; whoever had it before is closed. Raises KvferryError or ValueError
+    when that cannot be."""
+    options, clock, plan = parts.options, parts.clock, parts.plan
+    own = parts.begin(prefill_only=True)
 
-    def __init__(self, parts: WorkerParts) -> None:
-        """Takes the pool; whoever had it before is closed. Raises KvferryError or ValueError when that cannot be."""
-        options = self._options = parts.options
-        clock, self._plan, self._transports = parts.clock, parts.plan, parts.transports
-        self._on_fatal: Callable[[], None] = _nobody_told
-        own = parts.begin(prefill_only=True)
-        engine, layout = own.engine, self._plan.layout
-        self.kv_events = own.kv_events
-        self._incarnation = own.identity.incarnation
-        self._sender = HandoffSender(
-            own.identity,
-            network=parts.network,
-            transports=self._transports,
-            forced=options.forced,
-            wire_dtype=options.wire_dtype,
-            max_backlog_bytes=options.max_backlog_bytes,
-            clock=clock,
-            on_event=self._on_send_event,
-            on_backlog=lambda: self._engine_loop.notify(Nudge()),
-        )
-        self._receiver = HandoffReceiver(
-            own.identity,
-            network=parts.network,
-            bind_host=options.host,
-            port=options.data_port,
-            transports=self._transports,
-            lease_s=min(options.lease_s, _PULL_LEASE_S),
-            clock=clock,
-            on_event=lambda event: self._engine_loop.notify(PullEvent(event)),
-        )
-        puller = Puller(engine, self._receiver, layout.block_bytes, clock)
-        self._worker = PrefillWorker(
-            engine, self._sender, puller, layout.num_layers, self.kv_events, clock, parts.tracer
-        )
-        self._engine_loop: EngineLoop[Command, PrefillView] = EngineLoop(
-            self._worker,
-            clock=clock,
-            max_inbox=options.max_waiting,
-            on_fatal=lambda error: self._on_fatal(),
-            name=options.worker_id,
-        )
-        # What decode workers hold was made of fewer bits then: this cache stays exact.
-        pulls = options.wire_dtype is None
-        self._service = PrefillService(self._engine_loop, self._plan.limits, parts.grammars, clock, pulls=pulls)
-        log_load(f"prefill worker {options.worker_id}", self._plan, options.device)
-
-    @property
-    def in_flight(self) -> InFlight:
-        return self._service.in_flight
-
-    @property
-    def is_at_rest(self) -> bool:
-        return self._engine_loop.snapshot.view.load.is_at_rest
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        return self._transports
-
-    @property
-    def num_blocks(self) -> int:
-        return self._plan.num_blocks
-
-    def add_services(self, server: GrpcServer) -> None:
-        server.add_service(
-            internal_pb2_grpc.add_PrefillWorkerServicer_to_server,
-            self._service,
-            "kvferry.internal.v1.PrefillWorker",
-            internal=True,
-        )
-
-    def start(self, on_fatal: Callable[[], None]) -> None:
-        self._on_fatal = on_fatal
-        self._receiver.start()
-        self._engine_loop.start()
-
-    def describe(self, address: str) -> internal_pb2.Register:
-        return internal_pb2.Register(
-            worker_id=self._options.worker_id,
-            incarnation=self._incarnation,
-            role=internal_pb2.PREFILL,
-            address=address,
-            transports=self._transports,
-            **self._plan.facts(self._options),
-        )
-
-    def load_report(self) -> internal_pb2.LoadReport:
-        view = self._engine_loop.snapshot.view
-        report = load_report(view.load, self._engine_loop.stalled_ms)
-        report.handoffs_committed = view.handoffs_sent
-        report.handoffs_failed = view.handoffs_failed
-        report.bytes_moved = view.bytes_sent
-        report.tickets_refused = sum(self._receiver.snapshot().refused.values())
-        return report
-
-    def _on_send_event(self, event: SendEvent) -> None:
+    def on_send_event(event: SendEvent) -> None:
         if isinstance(event, Sent):
-            self._worker.report_sent(event)
-        self._engine_loop.notify(event)
+            worker.report_sent(event)
+        engine_loop.notify(event)
 
-    def set_draining(self, draining: bool) -> None:
-        self._service.draining = draining
-
-    def end_drain(self) -> None:
-        """Nothing: each request has a call of its own, which ended with it."""
-
-    def close(self, timeout_s: float) -> bool:
-        self._sender.close(timeout_s)
-        is_fenced = self._receiver.close(timeout_s)
-        return self._engine_loop.stop(timeout_s) and is_fenced
-
-
-def _nobody_told() -> None:
-    """Stands in until `start` says whom to tell."""
+    sender = HandoffSender(
+        own.identity,
+        network=parts.network,
+        transports=parts.transports,
+        forced=options.forced,
+        wire_dtype=options.wire_dtype,
+        max_backlog_bytes=options.max_backlog_bytes,
+        clock=clock,
+        on_event=on_send_event,
+        on_backlog=lambda: engine_loop.notify(Nudge()),
+    )
+    receiver = HandoffReceiver(
+        own.identity,
+        network=parts.network,
+        bind_host=options.host,
+        port=options.data_port,
+        transports=parts.transports,
+        lease_s=min(options.lease_s, _PULL_LEASE_S),
+        clock=clock,
+        on_event=lambda event: engine_loop.notify(PullEvent(event)),
+    )
+    puller = Puller(own.engine, receiver, plan.layout.block_bytes, clock)
+    worker = PrefillWorker(own.engine, sender, puller, plan.layout.num_layers, own.kv_events, clock, parts.tracer)
+    engine_loop: EngineLoop[Command, PrefillView] = EngineLoop(
+        worker, clock=clock, max_inbox=options.max_waiting, name=options.worker_id
+    )
+    # What decode workers hold was made of fewer bits then: this cache stays exact.
+    pulls = options.wire_dtype is None
+    service = PrefillService(engine_loop, plan.limits, parts.grammars, clock, pulls=pulls)
+    log_load(f"prefill worker {options.worker_id}", plan, options.device)
+    return EngineRole(parts, own, internal_pb2.PREFILL, sender, receiver, engine_loop, service)

@@ -12,6 +12,7 @@ from kvferry_rpc import internal_pb2, internal_pb2_grpc
 from prefill_worker.worker import Cancel, Command, Constrain, PrefillView, Submit
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
+from runtime.grpc_life import GrpcServer
 from runtime.in_flight import InFlight
 from runtime.tracing import inner_context
 
@@ -61,6 +62,14 @@ class PrefillService(internal_pb2_grpc.PrefillWorkerServicer):
                     preparing.cancel()
                 if not over:
                     self._engine_loop.notify(Cancel(submit))
+
+    def add_to(self, server: GrpcServer) -> None:
+        """Offer it."""
+        add = internal_pb2_grpc.add_PrefillWorkerServicer_to_server
+        server.add_service(add, self, "kvferry.internal.v1.PrefillWorker", internal=True)
+
+    def end_sessions(self) -> None:
+        """Nothing: each request has a call of its own, which ends with it."""
 
     async def _prepare(self, request: internal_pb2.PrefillRequest, submit: Submit) -> None:
         self._engine_loop.notify(Constrain(submit, await build_constraint(request, self._grammars)))

@@ -99,9 +99,9 @@ class PrefillView:
     """A frozen view for other threads; totals count from the start."""
 
     load: EngineLoad
-    handoffs_sent: int
+    handoffs_committed: int
     handoffs_failed: int
-    bytes_sent: int
+    bytes_moved: int
 
 
 @dataclass(slots=True)

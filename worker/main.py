@@ -3,8 +3,8 @@ that it begins in."""
 
 from collections.abc import Callable
 
-from decode_worker.role import DecodeRole
-from prefill_worker.role import PrefillRole
+from decode_worker.role import decode_role
+from prefill_worker.role import prefill_role
 from runtime.process import run_service
 from runtime.telemetry import setup_logging
 from runtime.worker_host import host_worker
@@ -12,7 +12,7 @@ from runtime.worker_life import HostedWorker
 from worker.options import WorkerOptions
 from worker.parts import WorkerParts
 
-ROLES: dict[str, Callable[[WorkerParts], HostedWorker]] = {"prefill": PrefillRole, "decode": DecodeRole}
+ROLES: dict[str, Callable[[WorkerParts], HostedWorker]] = {"prefill": prefill_role, "decode": decode_role}
 
 
 class Worker:

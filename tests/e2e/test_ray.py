@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from kvferry.run_dir import process_start_ticks
+from tests.support.deploy_page import page_command
 from tests.support.live_cluster import TINY_REAL
 from tests.support.live_ray import HEAD_HOST, LiveRay, live_ray
 
@@ -69,9 +70,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One router, one prefill and two decode workers; the node is full then."""
     directory: Path = tmp_path_factory.mktemp("ray")
     with live_ray(cpus=4, gpus=1) as ray:
-        flags = ["--model", str(TINY_REAL), "--decode", "2", "--num-blocks", "512", "--http-port", "0"]
-        flags += ["--grpc-port", "0", "--state-dir", str(directory / "state"), "--cache-dir", str(directory / "models")]
-        events = ray.kvferry("up", *flags, "--decode-shape", "gpus=0.5", "--detach")
+        # As docs/deploy.md has it, with another model, and where there is room.
+        flags = ["--model", str(TINY_REAL), "--num-blocks", "512", "--http-port", "0", "--grpc-port", "0"]
+        flags += ["--state-dir", str(directory / "state"), "--cache-dir", str(directory / "models")]
+        events = ray.kvferry(*page_command("Ray", "up"), *flags, "--decode-shape", "gpus=0.5", "--detach")
         serving = next(event for event in events if event.get("event") == "serving")
         yield Served(ray, serving["http_address"], directory / "state")
 
@@ -81,7 +83,7 @@ def test_the_openai_client_is_served_and_status_shows_each_process(served: Serve
         answer = client.completions.create(model="tiny-real", prompt=PROMPTS[0], max_tokens=8, extra_body=IGNORE_EOS)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
-    processes: dict[str, dict[str, Any]] = served.ray.kvferry("status")[0]["processes"]
+    processes: dict[str, dict[str, Any]] = served.ray.kvferry(*page_command("Ray", "status"))[0]["processes"]
     assert sorted(processes) == ["decode-0", "decode-1", "prefill-0", "router"]
     for name, facts in processes.items():
         assert facts["running"], name
@@ -146,8 +148,9 @@ def test_a_second_node_takes_a_worker_and_scaling_and_flips_under_load_fail_no_r
     done: list[dict[str, Any]] = []
 
     def change() -> None:
-        # The node is full, so the third decode worker goes to the other one; the rest leaves one of each role.
-        for prefill, decode in ((1, 3), (2, 1), (1, 2), (1, 1)):
+        # The node is full, so the new workers go to the other one; the rest leaves one of each role.
+        done.extend(served.ray.kvferry(*page_command("Ray", "scale")))
+        for prefill, decode in ((3, 1), (2, 2), (1, 1)):
             done.extend(served.ray.kvferry("scale", "--prefill", str(prefill), "--decode", str(decode)))
 
     async def run() -> None:
@@ -168,12 +171,12 @@ def test_a_second_node_takes_a_worker_and_scaling_and_flips_under_load_fail_no_r
 
     asyncio.run(run())
     ready = {event["name"]: event["text"] for event in done if event["event"] == "ready"}
-    assert list(ready) == ["decode-2"]
-    assert ready["decode-2"].endswith(f"on {SECOND_HOST}")
+    assert sorted(ready) == ["decode-2", "prefill-1"]
+    assert [text for text in ready.values() if not text.endswith(f"on {SECOND_HOST}")] == []
     scaled = [event for event in done if event["event"] == "scaled"]
-    assert [len(event["added"]) for event in scaled] == [1, 0, 0, 0]
+    assert [len(event["added"]) for event in scaled] == [2, 0, 0, 0]
     assert [len(event["flipped"]) for event in scaled] == [0, 1, 1, 0]
-    assert [len(event["removed"]) for event in scaled] == [0, 1, 0, 1]
+    assert [len(event["removed"]) for event in scaled] == [0, 1, 0, 2]
 
 
 def test_while_the_head_is_away_all_goes_on_and_afterwards_too(served: Served) -> None:
@@ -194,7 +197,7 @@ def test_while_the_head_is_away_all_goes_on_and_afterwards_too(served: Served) -
 def test_down_ends_every_process(served: Served) -> None:
     pids = served.pids()
     assert pids
-    served.ray.kvferry("down")
+    served.ray.kvferry(*page_command("Ray", "down"))
     assert [name for name, pid in pids.items() if process_start_ticks(pid) is not None] == []
     assert served.pids() == {}
 

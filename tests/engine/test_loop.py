@@ -70,8 +70,8 @@ def unexpected(error: Exception) -> None:
 
 @contextmanager
 def running(handler: Scripted, *, clock: SystemClock | ManualClock | None = None, max_inbox: int = 8) -> Iterator[Loop]:
-    loop: Loop = EngineLoop(handler, clock=clock or SystemClock(), max_inbox=max_inbox, on_fatal=unexpected)
-    loop.start()
+    loop: Loop = EngineLoop(handler, clock=clock or SystemClock(), max_inbox=max_inbox)
+    loop.start(unexpected)
     try:
         yield loop
     finally:
@@ -164,9 +164,9 @@ def test_a_failing_step_is_fatal_once_and_stops_the_loop(caplog: pytest.LogCaptu
         assert not loop.stop(WAIT_S)  # from the owner thread itself: does not wait for itself
         fatal.set()
 
-    loop: Loop = EngineLoop(Failing(), clock=SystemClock(), max_inbox=4, on_fatal=on_fatal)
+    loop: Loop = EngineLoop(Failing(), clock=SystemClock(), max_inbox=4)
     with caplog.at_level(logging.CRITICAL):
-        loop.start()
+        loop.start(on_fatal)
         loop.submit(lambda: setattr(loop._handler, "work", 1))
         assert fatal.wait(WAIT_S)
         assert loop.stop(WAIT_S)
@@ -222,11 +222,11 @@ def test_an_idle_engine_is_never_stalled() -> None:
 
 
 def test_stopping_before_the_start_and_twice_is_harmless() -> None:
-    loop: Loop = EngineLoop(Scripted(), clock=SystemClock(), max_inbox=1, on_fatal=unexpected)
+    loop: Loop = EngineLoop(Scripted(), clock=SystemClock(), max_inbox=1)
     assert loop.stop(WAIT_S)
     assert loop.stop(WAIT_S)
 
 
 def test_an_inbox_needs_room() -> None:
     with pytest.raises(ValueError, match="max_inbox"):
-        EngineLoop(Scripted(), clock=SystemClock(), max_inbox=0, on_fatal=unexpected)
+        EngineLoop(Scripted(), clock=SystemClock(), max_inbox=0)

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import runpy
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,15 @@ import yaml
 from kvferry.__main__ import build_parser
 from kvferry.cluster_file import settle
 from kvferry.commands.in_ray import ray_options
+from tests.support.deploy_page import PAGE, page_commands
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "deploy.md").read_text()
 CLUSTER = ROOT / "deploy" / "ray" / "cluster.yaml"
-
-
-def _commands(section: str) -> list[list[str]]:
-    """What stands behind a prompt there."""
-    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    return [shlex.split(line[2:]) for line in text.splitlines() if line.startswith("$ ")]
 
 
 @pytest.mark.parametrize("section", ["Laptop", "Ray"])
 def test_every_command_of_the_page_is_one(section: str) -> None:
-    commands = _commands(section)
+    commands = page_commands(section)
     assert {command[1] for command in commands} == {"up", "status", "scale", "down"}
     for command in commands:
         assert command[0] == "kvferry"

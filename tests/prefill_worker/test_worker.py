@@ -122,7 +122,7 @@ def test_a_commit_that_races_a_cancel_and_wins_is_not_counted_as_lost() -> None:
     bench.worker.handle(Cancel(submit))
     bench.deliver()
     view = bench.worker.view()
-    assert (view.handoffs_sent, view.handoffs_failed) == (1, 0)
+    assert (view.handoffs_committed, view.handoffs_failed) == (1, 0)
     bench.assert_whole()
 
 

@@ -87,6 +87,12 @@ class LiveCluster:
         assert state is not None, "the launcher is gone"
         return next(int(process["pid"]) for process in state["processes"] if process["name"] == name)
 
+    def every_pid(self) -> list[tuple[str, int]]:
+        """Of the first processes, and of those that there are now; a launcher that has ended has none."""
+        state = live_state(self.state_dir)
+        now = [] if state is None else [(process["name"], int(process["pid"])) for process in state["processes"]]
+        return [*self.pids.items(), *now]
+
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pid(name), number)
 
@@ -123,7 +129,7 @@ def live_cluster(directory: Path, *flags: str, model: str | Path = TINY_REAL) ->
     try:
         cluster = _wait_serving(launcher, state_dir, errors.name)
         yield cluster
-        pids = [*cluster.pids.items(), *((name, cluster.pid(name)) for name in cluster.pids)]
+        pids = cluster.every_pid()
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=60) == 0, Path(errors.name).read_text()
         left = [name for name, pid in pids if process_start_ticks(pid) is not None]

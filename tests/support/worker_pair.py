@@ -119,10 +119,10 @@ class WorkerPair:
         self.decode_gate = StepGate(self._decode_worker)
         self.decode_engine = engine
         self.decode: EngineLoop[DecodeCommand, DecodeView] = EngineLoop(
-            self._decode_worker, clock=self.clock, max_inbox=64, on_fatal=self.fatal.append
+            self._decode_worker, clock=self.clock, max_inbox=64
         )
         self.receiver.start()
-        self.decode.start()
+        self.decode.start(self.fatal.append)
 
     def _start_prefill(
         self, common: dict[str, Any], sending: dict[str, Any], lease_s: float, patience_s: float
@@ -150,9 +150,9 @@ class WorkerPair:
         self.prefill_gate = StepGate(self._prefill_worker)
         self.prefill_engine = engine
         self.prefill: EngineLoop[PrefillCommand, PrefillView] = EngineLoop(
-            self._prefill_worker, clock=self.clock, max_inbox=64, on_fatal=self.fatal.append
+            self._prefill_worker, clock=self.clock, max_inbox=64
         )
-        self.prefill.start()
+        self.prefill.start(self.fatal.append)
 
     def _on_send_event(self, event: SendEvent) -> None:
         if isinstance(event, Sent):

@@ -5,15 +5,16 @@ import logging
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decode_worker.config import DecodeConfig
 from decode_worker.job import AdmitRequest
-from decode_worker.role import DecodeRole
 from engine.sequence import SamplingParams, Sequence
 from runtime.clock import SystemClock
 from runtime.worker_host import host_worker
+from worker.engine_role import EngineRole
 from worker.main import Worker
 
 WAIT_S = 60.0  # only ever reached by a test that fails
@@ -34,12 +35,12 @@ async def test_a_worker_that_has_lost_a_rank_ends_at_its_next_step_and_says_whic
         tensor_parallel=2,
     )
     loop = asyncio.get_running_loop()
-    built: asyncio.Future[tuple[Worker, DecodeRole]] = loop.create_future()
+    built: asyncio.Future[tuple[Worker, EngineRole[Any]]] = loop.create_future()
 
     class Watched(Worker):
-        def take_role(self, role: str) -> DecodeRole:
+        def take_role(self, role: str) -> EngineRole[Any]:
             worker = super().take_role(role)
-            assert isinstance(worker, DecodeRole)
+            assert isinstance(worker, EngineRole)
             loop.call_soon_threadsafe(built.set_result, (self, worker))
             return worker
 
