@@ -42,8 +42,9 @@ from kv_transfer.region import MemoryRegion
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc.common_pb2 import SamplingParams
 from kvferry_rpc.internal_pb2 import Admit, PrefillDone, PrefillEvent
+from prefill_worker.job import Submit
 from prefill_worker.pull import Puller
-from prefill_worker.worker import Command, PrefillView, PrefillWorker, Submit
+from prefill_worker.worker import Command, PrefillView, PrefillWorker
 from runtime.clock import SystemClock
 from runtime.kv_event_log import KVEventLog
 

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ _FLAGS = ("--max-num-seqs", str(SEQUENCES_A_WORKER), "--num-blocks", "160", "--s
 # What the router keeps of the past is as large as it gets before memory is looked at, and not after half of the run.
 _CONFIG = "router: {receipts_kept: 256}\n"
 _WARM_UP_SHARE = 0.25
-_LOOKS = 12
+_LOOKS = 90
 # The test model's own template knows no tools.
 _TEMPLATE = """\
 {{- bos_token }}
@@ -43,7 +44,7 @@ _TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class Soaked:
-    """What became of a soak. `memory`: MiB by process, at equal intervals from the end of the warm-up, and at rest."""
+    """What became of a soak. `memory`: MiB by process, at equal intervals from the end of the warm-up on."""
 
     tally: Tally
     left: dict[str, float]
@@ -58,14 +59,14 @@ async def soak(cluster: StreamCluster, duration_s: float, num_clients: int, seed
     begun = time.monotonic()
     running = asyncio.create_task(clients.run(num_clients, begun + duration_s))
     await asyncio.sleep(duration_s * _WARM_UP_SHARE)
-    looks = [memory(cluster)]
+    looks = []
     for _ in range(_LOOKS):
-        await asyncio.sleep(duration_s * (1 - _WARM_UP_SHARE) / _LOOKS)
         looks.append(memory(cluster))
+        await asyncio.sleep(duration_s * (1 - _WARM_UP_SHARE) / _LOOKS)
     await running
     async with httpx.AsyncClient(base_url=cluster.base_url, timeout=30) as http:
         left = await at_rest(http)
-    return Soaked(clients.tally, left, [*looks, memory(cluster)])
+    return Soaked(clients.tally, left, looks)
 
 
 def memory(cluster: StreamCluster) -> dict[str, float]:
@@ -89,16 +90,23 @@ def report_soak(report: Report, soaked: Soaked) -> None:
     report.add(Result("finished_share", "all", share, "share", "all", 1.0, share, tally.accepted, (share, share)))
     for name, value in soaked.left.items():
         report.add(none_line("left_at_rest", name, value, "", requests))
-    for name, before in soaked.memory[0].items():
-        series = [look.get(name, 0.0) for look in soaked.memory]
-        after = series[-1]
-        ratio = before / after if after else 0.0
-        report.add(Result("memory_mib", name, after, "MiB", "after_warm_up", before, ratio, 1, (ratio, ratio)))
-        report.note(f"memory of {name}, MiB: {' '.join(f'{look:.0f}' for look in series)}")
+    for name in soaked.memory[0]:
+        report_memory(report, name, [look.get(name, 0.0) for look in soaked.memory])
     report.note(f"ways: {dict(tally.ways.most_common())}")
     report.note(f"statuses: {dict(tally.statuses.most_common())}")
     for kind, text in tally.problems.items():
         report.note(f"{kind}: {text}")
+
+
+def report_memory(report: Report, name: str, series: Sequence[float]) -> None:
+    """What a process keeps, in the last third of the looks and in the first: the least that it had. Above that is what
+    was under way, such as large bodies."""
+    third = len(series) // 3
+    first, last = min(series[:third]), min(series[-third:])
+    ratio = first / last if last else 0.0
+    report.add(Result("memory_mib", name, last, "MiB", "after_warm_up", first, ratio, third, (ratio, ratio)))
+    lows = [min(series[start : start + third // 3]) for start in range(0, len(series), third // 3)]
+    report.note(f"memory of {name}, MiB: at least {' '.join(f'{low:.1f}' for low in lows)}; at most {max(series):.0f}")
 
 
 def with_tools(directory: Path) -> Path:

@@ -9,7 +9,8 @@ import grpc
 from engine.loop import EngineLoop
 from engine.wire import DoorLimits, Grammars, build_constraint, build_sequence, has_grammar
 from kvferry_rpc import internal_pb2, internal_pb2_grpc
-from prefill_worker.worker import Cancel, Command, Constrain, PrefillView, Submit
+from prefill_worker.job import Submit
+from prefill_worker.worker import Cancel, Command, Constrain, PrefillView
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError
 from runtime.grpc_life import GrpcServer

@@ -19,48 +19,27 @@ Failure exits: refused at the door (typed error, nothing held); cancelled, past 
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
 from engine.engine import Engine, EngineLoad, SequenceOutput
 from engine.scheduler import Schedule
-from engine.sequence import Sequence, TokenConstraint
+from engine.sequence import TokenConstraint
 from engine.wire import prompt_logprobs, publish_cache_changes, token_output
 from kv_transfer.events import CommitRecord, Drained, Failed, ReceiveEvent, SendEvent, SendStats, Sent
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc import internal_pb2
-from prefill_worker.pull import Pull, Puller
-from prefill_worker.traces import PrefillTimes, prefill_spans
+from prefill_worker.job import Job, Submit
+from prefill_worker.pull import Puller
+from prefill_worker.receipt import prefill_half
 from runtime.clock import Clock
 from runtime.errors import ErrorCode, KvferryError, invalid
 from runtime.kv_event_log import KVEventLog
-from runtime.tracing import Attribute, TraceContext, Tracer
-
-Reply = Callable[[internal_pb2.PrefillEvent], None]
+from runtime.tracing import Tracer
 
 _MAX_HANDOFF_ID_CHARS = 256
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A request, checked by the server; its sequence has the hand-off's id for a name. `reply` is called on the owner
-    thread or a sender's and must not block; it gets at most one `pull`, the prompt's log probabilities if they are
-    wanted, the first token or not, and then one `done` or `error`, or nothing more after a Cancel. Times are on the
-    worker's clock, in seconds. `source`: who may hold more of the prompt's KV. `request_id` is
-    for log lines and spans. `trace`: where its spans belong, None = it is not traced."""
-
-    sequence: Sequence
-    ticket: internal_pb2.Ticket
-    arrived_at: float
-    deadline: float
-    reply: Reply
-    source: internal_pb2.KVSource | None = None
-    awaits_constraint: bool = False
-    request_id: str = ""
-    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +83,6 @@ class PrefillView:
     bytes_moved: int
 
 
-@dataclass(slots=True)
-class _Job:
-    """One request from `Submit` to `Drained`. The times are set before the commit, and only read after it."""
-
-    submit: Submit
-    started_at: float | None = None
-    sampled_at: float = 0.0
-    quarantine_id: int | None = None
-    pull: Pull | None = None
-    awaits_constraint: bool = False
-
-
 class PrefillWorker:
     """Handler of the engine loop. Every method but `report_sent` belongs to the owner thread."""
 
@@ -138,10 +105,10 @@ class PrefillWorker:
         self._log = log
         self._clock = clock
         self._tracer = tracer
-        self._jobs: dict[str, _Job] = {}  # by hand-off, which is also the name of the sequence
+        self._jobs: dict[str, Job] = {}  # by hand-off, which is also the name of the sequence
         # Jobs whose router waits for its last word. Whoever takes a job out, the owner thread or a sender's, has the
         # right to that word: a dict's single operations are atomic, so it is said once.
-        self._unanswered: dict[str, _Job] = {}
+        self._unanswered: dict[str, Job] = {}
         self._audited = True
         self._sent = self._failed = self._bytes_sent = 0
 
@@ -182,7 +149,7 @@ class PrefillWorker:
         except (KvferryError, ValueError) as error:
             self._answer(submit, error if isinstance(error, KvferryError) else invalid("ticket", str(error)))
             return
-        job = self._jobs[ticket.handoff_id] = self._unanswered[ticket.handoff_id] = _Job(
+        job = self._jobs[ticket.handoff_id] = self._unanswered[ticket.handoff_id] = Job(
             submit, awaits_constraint=submit.awaits_constraint
         )
         self._audited = False
@@ -285,7 +252,7 @@ class PrefillWorker:
         """Give the router this half of the receipt. Called by the sender's threads, before the event is handled."""
         job = self._unanswered.pop(event.handoff_id, None)
         if job is not None:
-            job.submit.reply(internal_pb2.PrefillEvent(done=_receipt_half(job, event.stats)))
+            job.submit.reply(internal_pb2.PrefillEvent(done=prefill_half(job, event.stats)))
             self._trace(job, event.stats)
 
     def _on_sent(self, event: Sent) -> None:
@@ -327,12 +294,10 @@ class PrefillWorker:
     def _answer(self, submit: Submit, error: KvferryError) -> None:
         submit.reply(internal_pb2.PrefillEvent(error=error.to_proto()))
 
-    def _trace(self, job: _Job, stats: SendStats | None, error: str = "") -> None:
+    def _trace(self, job: Job, stats: SendStats | None, error: str = "") -> None:
         """Called once for each job, by whoever says its last word."""
         if self._tracer is not None and job.submit.trace is not None:
-            times = PrefillTimes(job.submit.arrived_at, job.started_at, job.sampled_at or None, self._clock.now())
-            facts = _facts(job, self._tracer.process)
-            self._tracer.emit(prefill_spans(job.submit.trace, times, stats, facts, error))
+            self._tracer.emit(job.spans(job.submit.trace, self._tracer.process, stats, error, self._clock.now()))
 
     # ---- timers and views ----------------------------------------------------------------------------------------
 
@@ -357,41 +322,3 @@ class PrefillWorker:
 
     def view(self) -> PrefillView:
         return PrefillView(self._engine.load(), self._sent, self._failed, self._bytes_sent)
-
-
-def _facts(job: _Job, worker_id: str) -> dict[str, Attribute]:
-    seq, cached = job.submit.sequence, job.submit.sequence.num_cached_tokens
-    return {
-        "kvferry.request_id": job.submit.request_id,
-        "kvferry.handoff_id": job.submit.ticket.handoff_id,
-        "kvferry.attempt": job.submit.ticket.attempt,
-        "kvferry.worker": worker_id,
-        "kvferry.prompt_tokens": seq.num_arrival_tokens,
-        "kvferry.cached_tokens": cached,
-        "kvferry.pulled_tokens": job.pull.tokens_found(cached) if job.pull else 0,
-    }
-
-
-def _receipt_half(job: _Job, stats: SendStats) -> internal_pb2.PrefillDone:
-    started_at = job.sampled_at if job.started_at is None else job.started_at
-    first, last = stats.first_write_at, stats.last_write_at
-    transfer_s = exposed_s = 0.0
-    if first is not None and last is not None:
-        transfer_s, exposed_s = last - first, max(0.0, last - max(first, job.sampled_at))
-    cached, pull = job.submit.sequence.num_cached_tokens, job.pull
-    return internal_pb2.PrefillDone(
-        cached_tokens=cached,
-        pulled_tokens=pull.tokens_found(cached) if pull else 0,
-        pull_ms=pull.took_ms if pull else 0.0,
-        blocks_sent=stats.num_blocks,
-        bytes_sent=stats.size_bytes,
-        transport=stats.transport,
-        checksum=stats.digest,
-        wait_ms=(started_at - job.submit.arrived_at) * 1e3,
-        prefill_ms=(job.sampled_at - started_at) * 1e3,
-        transfer_ms=transfer_s * 1e3,
-        exposed_transfer_ms=exposed_s * 1e3,
-        transport_detail=stats.transport_detail,
-        expected_transport=stats.expected_transport,
-        conversion=stats.conversion,
-    )

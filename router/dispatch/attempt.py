@@ -4,8 +4,8 @@
 2. The ticket goes to who has the KV sent: a prefill worker (`prefill_call.py`), or the decode worker that the answer
    leaves (`course.py`). From here both workers speak at once, through one inbox.
 3. The decode worker says that it has verified the KV, and goes on alone. It may be paused, to hand the answer over.
-4. Tokens are given out in order of their index, whichever worker brought them first. With strict hand-off not before
-   both halves of the receipt are there and prove it, so that what they refute never begins an answer.
+4. Tokens are given out in order of their index, whichever worker brought them first; with strict hand-off, once it is
+   proven (`strict_gate.py`).
 5. Decode is done, or the reader has enough: wait a moment for what is missing of the receipt.
 
 Failure exits, all through `__aexit__`, which never leaves a worker computing for nobody:
@@ -27,12 +27,14 @@ from typing import Self
 
 from kvferry_rpc.common_pb2 import ErrorCode, PromptTokenLogprob, TokenOutput
 from kvferry_rpc.internal_pb2 import Admit, HandOver, PrefillEvent, Ticket
+from router.dispatch import strict_gate
 from router.dispatch.decode_session import DecodeSession
 from router.dispatch.inbox import Inbox
 from router.dispatch.placement import Placement, Side
 from router.dispatch.prefill_call import KVSender
-from router.dispatch.proof import HandoffRules, check_so_far, lacks_decode_half, lacks_prefill_half
+from router.dispatch.proof import HandoffRules
 from router.dispatch.receipts import AttemptRecord
+from router.dispatch.strict_gate import StrictGate
 from router.dispatch.work import Work, deadline_exceeded
 from router.observation.live_requests import Progress
 from router.policy import Plan
@@ -40,8 +42,6 @@ from runtime.clock import Clock
 from runtime.errors import KvferryError
 from runtime.telemetry import describe_defect
 
-# How long a finished answer, or the first token of a strict one, waits for what is missing of its receipt.
-RECEIPT_WAIT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -90,9 +90,8 @@ class Attempt:
         self._send = send
         self._clock = clock
         self._on_taken: Callable[[], None] | None = on_taken
-        self._rules = rules
         self._inbox = Inbox(work.num_output_tokens, clock, work.first_token_id, work.num_prompt_logprobs)
-        self._proven = not rules.strict
+        self._gate = StrictGate(rules, self._inbox, clock)
         self._send_task: asyncio.Task[None] | None = None
         self._admitted = False
         self._was_taken = False
@@ -150,7 +149,7 @@ class Attempt:
         inbox, self._give = self._inbox, give
         try:
             while (halt := self._advance()) is None:
-                if self._proven and self._first_token_at is not None:
+                if self._gate.is_open and self._first_token_at is not None:
                     inbox.on_tokens = self._on_tokens
                 await self._wait()
         finally:
@@ -165,8 +164,8 @@ class Attempt:
             on_taken()
         if inbox.ticket is not None and self._send_task is None:
             self._start_sending(inbox.ticket)
-        proven = self._is_proven()
-        if self._is_full or (proven and not self._give_out()):
+        is_open = self._gate.is_open or self._gate.try_to_open(self.record())
+        if self._is_full or (is_open and not self._give_out()):
             self._is_full = False
             return Halt.FULL
         if inbox.decode_failure is not None:
@@ -176,7 +175,7 @@ class Attempt:
             raise AttemptFailed(KvferryError(ErrorCode.UNAVAILABLE, message), Side.DECODE)
         if inbox.lacks_prompt_logprobs:
             self._check_prompt_logprobs()
-        elif proven and inbox.decode_done is not None:
+        elif is_open and inbox.decode_done is not None:
             if inbox.has_gap:
                 raise AttemptFailed(KvferryError(ErrorCode.INTERNAL, "a token is missing"), Side.DECODE)
             return Halt.DONE
@@ -257,7 +256,7 @@ class Attempt:
 
     async def finish(self) -> AttemptRecord:
         """When enough tokens are out: the record of the attempt, with what is missing if it comes within a second."""
-        wait_s = min(RECEIPT_WAIT_S, self._work.request.deadline - self._clock.now())
+        wait_s = min(strict_gate.RECEIPT_WAIT_S, self._work.request.deadline - self._clock.now())
         if self._send_task is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, wait_s)):
@@ -295,7 +294,7 @@ class Attempt:
             sampled_at=inbox.sampled_at,
             decoding_at=inbox.decode_started_at,
             is_paused=inbox.is_paused,
-            has_unread_tokens=inbox.has_tokens and self._proven,
+            has_unread_tokens=inbox.has_tokens and self._gate.is_open,
             is_over=inbox.decode_done is not None,
         )
 
@@ -345,34 +344,9 @@ class Attempt:
             kind = type(error).__name__
             self._inbox.put_prefill_failure(KvferryError(ErrorCode.UNAVAILABLE, f"the call for the KV failed: {kind}"))
 
-    def _is_proven(self) -> bool:
-        """Whether tokens may be given out. Raises StrictRefusal."""
-        if self._proven:
-            return True
-        inbox, record = self._inbox, self.record()
-        check_so_far(self._rules, record)
-        if inbox.verified is None:
-            if inbox.decode_started:
-                raise lacks_decode_half(record, "it went on without a word about what it received")
-            return False
-        if inbox.prefill_done is None:
-            if inbox.prefill_failure is not None:
-                raise lacks_prefill_half(record, inbox.prefill_failure.message)
-            if self._patience_s() <= 0:
-                raise lacks_prefill_half(record, f"it did not report within {RECEIPT_WAIT_S:g} s")
-            return False
-        self._proven = True
-        return True
-
-    def _patience_s(self) -> float:
-        """How much longer the prefill half may take, once the decode worker has verified what came."""
-        if self._proven or self._inbox.verified_at is None:
-            return math.inf
-        return self._inbox.verified_at + RECEIPT_WAIT_S - self._clock.now()
-
     async def _wait(self) -> None:
         """Until something comes, or patience ends. Raises KvferryError for the deadline."""
-        remaining_s, patience_s = self._remaining_s(), self._patience_s()
+        remaining_s, patience_s = self._remaining_s(), self._gate.patience_s()
         if self._alarm is None:
             # One for the whole attempt: it waits for each token, and a timer for each wait costs more than the wait.
             self._alarm = asyncio.get_running_loop().call_later(remaining_s, self._on_deadline)

@@ -27,57 +27,36 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from kv_cache.layout import KVCacheLayout
-from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, KVReceipt, PromptTokenLogprob, TokenOutput
+from kvferry_rpc.common_pb2 import ErrorCode, FinishReason, PromptTokenLogprob, TokenOutput
 from kvferry_rpc.internal_pb2 import Register
 from router.admission.admission import Seat
 from router.admission.placing import Placing
 from router.dispatch import receipts
 from router.dispatch.attempt import Attempt, AttemptFailed, Halt
+from router.dispatch.blame import Blame
 from router.dispatch.course import Course, Moves
 from router.dispatch.dispatch_limits import DispatchLimits
-from router.dispatch.placement import Placement, Side
+from router.dispatch.placement import Placement
 from router.dispatch.prefill_call import PrefillCall
 from router.dispatch.proof import Clause, HandoffRules, StrictRefusal, check_whole
 from router.dispatch.reader import Reader, ReaderLeft
 from router.dispatch.receipts import AttemptRecord, ReceiptStore
+from router.dispatch.request_run import RequestRun
 from router.dispatch.retry import MAX_ATTEMPTS, MAX_FAILURES, RetryBudget, backoff_s, is_retriable
-from router.dispatch.work import Work, wants_prompt_logprobs, without_prompt_logprobs
+from router.dispatch.work import wants_prompt_logprobs, without_prompt_logprobs
 from router.dispatch.worker_links import WorkerLinks
 from router.generation import GenerationRequest, Sink, TokenBatch, TokenEnd
-from router.observation.latency_metrics import RequestMeter
-from router.observation.live_requests import LiveRequest, LiveRequests
+from router.observation.live_requests import LiveRequests
 from router.observation.metrics import RouterMetrics
-from router.policy import NoPlan, Plan, RequestShape
+from router.policy import NoPlan, RequestShape
 from router.workers.worker_registry import WorkerRegistry
 from runtime.clock import Clock
 from runtime.errors import KvferryError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Run:
-    """One request under way: what outlives its attempts."""
-
-    request: GenerationRequest
-    arrived_at: float
-    reader: Reader
-    meter: RequestMeter
-    live: LiveRequest
-    output: list[int]  # Token ids given out so far.
-    # Of prompt and output, as far as they were needed.
-    block_hashes: dict[KVCacheLayout, list[bytes]] = field(default_factory=dict)
-    attempts: int = 0
-    course: Course | None = None  # The last one.
-    # Attempts that failed for another reason than want of room: in a row without a token, and in all.
-    failures: int = 0
-    failures_in_all: int = 0
-    failure_lines: list[str] = field(default_factory=list)
-    avoid: set[str] = field(default_factory=set)
-    computed_before: bool = False
 
 
 class Dispatcher:
@@ -107,6 +86,7 @@ class Dispatcher:
         self._eos_token_ids = eos_token_ids
         self._placing = Placing(registry, limits.placing, clock, metrics.shed)
         self._admission = self._placing.admission
+        self._blame = Blame(registry, links, rng)
         self._budget = RetryBudget(limits.max_in_flight, clock)
         self._moves = Moves(clock, registry.is_draining, lambda outcome: metrics.migrations.labels(outcome).inc())
         self.live = LiveRequests(clock, self._admission.ahead)
@@ -146,7 +126,7 @@ class Dispatcher:
             self._metrics.request(self._placing.slo_class(request.slo), request.tenant) as meter,
             self.live.request(request, arrived_at := self._clock.now(), output) as live,
         ):
-            run = _Run(request, arrived_at, Reader(sink), meter, live, output)
+            run = RequestRun(request, arrived_at, Reader(sink), meter, live, output)
             self._budget.deposit()
             async with self._place(run) as seat:
                 while end is None:
@@ -177,14 +157,13 @@ class Dispatcher:
 
     # ---- planning ----
 
-    async def _next_course(self, run: _Run, seat: Seat) -> Course:
+    async def _next_course(self, run: RequestRun, seat: Seat) -> Course:
         """Place the request, waiting for room while every suitable worker is full. Raises KvferryError."""
         while isinstance(plan := self._placing.plan(seat, self._shape(run)), NoPlan):
             if not plan.may_wait:
                 raise self._cannot_place(run, plan)
             await self._admission.wait_for_room(seat, begun=bool(run.output))
-        run.attempts += 1
-        work = Work(run.request, run.attempts, tuple(run.output), run.arrived_at)
+        work = run.next_work()
         placement = Placement(self._registry, plan, len(run.request.prompt_token_ids) + len(run.output))
         link = self._links.prefill_link(plan.prefill_worker) if plan.prefill_worker else None
         session = self._links.decode_session(plan.decode_worker)
@@ -194,19 +173,18 @@ class Dispatcher:
         attempt = Attempt(work, placement, session, send, self._clock, on_taken, self._rules)
         return Course(attempt, self._moves, lambda leaving: self._successor(run, seat, leaving))
 
-    def _successor(self, run: _Run, seat: Seat, leaving: Attempt) -> Attempt | None:
+    def _successor(self, run: RequestRun, seat: Seat, leaving: Attempt) -> Attempt | None:
         """Where the answer goes on, which stands still with all that `run` has of it. None = nowhere, now."""
         plan = self._placing.plan_successor(seat, leaving.plan.decode_worker, self._shape(run))
         if plan is None:
             return None
-        run.attempts += 1
-        work = Work(run.request, run.attempts, tuple(run.output), run.arrived_at, moves=True)
+        work = run.next_work(moves=True)
         placement = Placement(self._registry, plan, 0, moves=True)
         session = self._links.decode_session(plan.decode_worker)
         on_taken = functools.partial(self._admission.taken, seat)
         return Attempt(work, placement, session, leaving.hand_over, self._clock, on_taken, self._rules)
 
-    def _shape(self, run: _Run) -> RequestShape:
+    def _shape(self, run: RequestRun) -> RequestShape:
         tokens = (*run.request.prompt_token_ids, *run.output)
         names: dict[KVCacheLayout, list[bytes]] = {}
         for layout, hasher in self._registry.hashers.items():
@@ -223,7 +201,7 @@ class Dispatcher:
             allow_pull=self._limits.reuse_decode_kv,
         )
 
-    def _cannot_place(self, run: _Run, plan: NoPlan) -> KvferryError:
+    def _cannot_place(self, run: RequestRun, plan: NoPlan) -> KvferryError:
         message = "; ".join([plan.reason, *run.failure_lines[-1:]])
         if plan.role == "prefill":
             return StrictRefusal(Clause.LOCAL_PREFILL, message, retry_after_ms=self._admission.retry_after_ms())
@@ -234,7 +212,7 @@ class Dispatcher:
 
     # ---- tokens ----
 
-    async def _give_out(self, run: _Run, seat: Seat, course: Course) -> "FinishReason.ValueType | None":
+    async def _give_out(self, run: RequestRun, seat: Seat, course: Course) -> "FinishReason.ValueType | None":
         """Push tokens to the reader while they come. STOP if it wants no more of them; None: decode is done. Raises as
         `Course.flow`, and ReaderLeft."""
 
@@ -251,7 +229,7 @@ class Dispatcher:
 
     # ---- ends ----
 
-    async def _after_failure(self, run: _Run, course: Course, failure: AttemptFailed) -> TokenEnd | None:
+    async def _after_failure(self, run: RequestRun, course: Course, failure: AttemptFailed) -> TokenEnd | None:
         """Get ready for another attempt, or raise the failure. A TokenEnd when the answer was complete already."""
         error = failure.error
         run.failure_lines.append(f"attempt {run.attempts}: {error.code_name}: {error.message}")
@@ -263,10 +241,12 @@ class Dispatcher:
         record = course.record()
         if record.plan.prefill_worker is not None:
             self._metrics.handoff_failed()
-        self._note_failing(course.plan, failure)
+        self._blame.count(course.plan, failure)
         if not is_retriable(error):
             raise error
-        if (reason := self._reason_to_end(run)) is not None:
+        limits = self._registry.limits
+        longest = limits.max_context_tokens if limits else None
+        if (reason := run.reason_to_end(self._eos_token_ids, longest)) is not None:
             return self._end(run, record, reason)
         run.failures = 1 if course.brought_tokens else run.failures + 1
         run.failures_in_all += 1
@@ -276,51 +256,11 @@ class Dispatcher:
         run.live.attempt_failed()
         extra = {"request_id": run.request.request_id}
         _log.warning("trying again after %d tokens: %s", len(run.output), run.failure_lines[-1], extra=extra)
-        await asyncio.sleep(min(backoff_s(run.failures, self._rng), self._remaining_s(run)))
-        run.avoid |= self._blame(course.plan, failure)
+        await asyncio.sleep(min(backoff_s(run.failures, self._rng), run.remaining_s(self._clock.now())))
+        run.avoid |= self._blame.workers_to_avoid(course.plan, failure)
         return None
 
-    def _note_failing(self, plan: Plan, failure: AttemptFailed) -> None:
-        """Count it against the worker that failed; of a hand-off either end may be at fault."""
-        code, workers = failure.error.code, {plan.decode_worker, plan.prefill_worker}
-        if code in (ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL):
-            workers = {plan.decode_worker if failure.side is Side.DECODE else plan.prefill_worker}
-        elif code != ErrorCode.HANDOFF_FAILED:
-            return
-        for worker_id in workers:
-            if worker_id is not None:
-                self._registry.failed(worker_id, self._rng.random())
-
-    def _blame(self, plan: Plan, failure: AttemptFailed) -> set[str]:
-        """The workers to avoid after a failure. Asked a moment later, when it has shown who is gone."""
-        unavailable = failure.error.code == ErrorCode.UNAVAILABLE
-        blamed = set()
-        session = self._links.decode_session(plan.decode_worker)
-        if session is None or not session.is_open or (unavailable and failure.side is Side.DECODE):
-            blamed.add(plan.decode_worker)
-        if plan.prefill_worker is not None:
-            is_gone = self._registry.registration(plan.prefill_worker) is None
-            if is_gone or (unavailable and failure.side is Side.PREFILL):
-                self._registry.suspect(plan.prefill_worker)
-                blamed.add(plan.prefill_worker)
-        # Blocks that did not verify: either end may be at fault.
-        return blamed or {plan.decode_worker, plan.prefill_worker or plan.decode_worker}
-
-    def _reason_to_end(self, run: _Run) -> "FinishReason.ValueType | None":
-        """Why the answer so far is complete, if it is: the decode worker was lost before it could say so."""
-        sampling, limits = run.request.sampling, self._registry.limits
-        if not run.output:
-            return None
-        last = run.output[-1]
-        is_eos = last in self._eos_token_ids and not sampling.ignore_eos
-        if (is_eos or last in sampling.stop_token_ids) and len(run.output) >= sampling.min_tokens:
-            return FinishReason.STOP
-        length = len(run.request.prompt_token_ids) + len(run.output)
-        if len(run.output) >= sampling.max_tokens or (limits and length >= limits.max_context_tokens):
-            return FinishReason.LENGTH
-        return None
-
-    def _end(self, run: _Run, record: AttemptRecord, reason: "FinishReason.ValueType | None" = None) -> TokenEnd:
+    def _end(self, run: RequestRun, record: AttemptRecord, reason: "FinishReason.ValueType | None" = None) -> TokenEnd:
         """Check and keep the receipt. `reason` stands in for a decode half that did not come."""
         record = replace(record, computed_before=run.computed_before)
         request_id, prompt_tokens = run.request.request_id, len(run.request.prompt_token_ids)
@@ -343,10 +283,10 @@ class Dispatcher:
         )
 
     @asynccontextmanager
-    async def _place(self, run: _Run) -> AsyncIterator[Seat]:
+    async def _place(self, run: RequestRun) -> AsyncIterator[Seat]:
         """A place among the requests that run. If what is done in it fails, or the caller leaves, a receipt says what
         is known. Raises KvferryError when there is no place."""
-        self._remaining_s(run)
+        run.remaining_s(self._clock.now())
         cached = lambda worker_id: self._registry.cached_prefix_tokens(worker_id, self._shape(run))  # noqa: E731
         async with self._placing.seat(run.request, run.arrived_at, cached) as seat:
             try:
@@ -356,36 +296,13 @@ class Dispatcher:
                     self._metrics.strict_refusal(error.clause)
                 if isinstance(error, KvferryError) and error.code in (ErrorCode.INTERNAL, ErrorCode.HANDOFF_FAILED):
                     _log.error("no answer: %s", error.message, extra={"request_id": run.request.request_id})
-                receipt = self._failed_receipt(run, error)
+                receipt = run.failed_receipt(error, self._clock.now())
                 self._store.put(receipt, run.request.tenant)
                 run.live.left_receipt(receipt)
                 raise
 
-    def _failed_receipt(self, run: _Run, error: BaseException) -> KVReceipt:
-        if isinstance(error, KvferryError):
-            line = f"{error.code_name}: {error.message}"
-        elif isinstance(error, Exception):
-            line = f"internal: {type(error).__name__}"
-        else:
-            line = "cancelled: the caller left"
-        lines = list(run.failure_lines)
-        if lines and lines[-1].endswith(line):
-            line = lines.pop()
-        lines.append(receipts.FINAL_FAILURE + line)
-        request_id, prompt_tokens = run.request.request_id, len(run.request.prompt_token_ids)
-        if run.course is None:
-            waited_ms = (self._clock.now() - run.arrived_at) * 1000
-            return receipts.unplaced(request_id, prompt_tokens, waited_ms, lines)
-        return receipts.merge(request_id, prompt_tokens, run.course.record(), lines)
 
-    def _remaining_s(self, run: _Run) -> float:
-        remaining_s = run.request.deadline - self._clock.now()
-        if remaining_s <= 0:
-            raise KvferryError(ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed")
-        return remaining_s
-
-
-def _prompt_logprobs(run: _Run, course: Course) -> tuple[PromptTokenLogprob, ...]:
+def _prompt_logprobs(run: RequestRun, course: Course) -> tuple[PromptTokenLogprob, ...]:
     """Those of the whole prompt, with its first batch; later attempts, and moves, are not asked for them again."""
     if not wants_prompt_logprobs(run.request):
         return ()

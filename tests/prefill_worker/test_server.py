@@ -11,8 +11,9 @@ import pytest
 from kvferry_rpc.common_pb2 import Grammar, LogitBias, SamplingParams, TokenOutput
 from kvferry_rpc.internal_pb2 import KVSource, PrefillDone, PrefillEvent, PrefillRequest, Ticket
 from kvferry_rpc.internal_pb2_grpc import PrefillWorkerStub, add_PrefillWorkerServicer_to_server
+from prefill_worker.job import Submit
 from prefill_worker.server import PrefillService
-from prefill_worker.worker import Cancel, Constrain, Submit
+from prefill_worker.worker import Cancel, Constrain
 from runtime.clock import ManualClock
 from runtime.errors import ErrorCode, KvferryError, invalid
 from runtime.grpc_life import GrpcServer, channel

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode, FinishReason
-from router.dispatch import attempt
+from router.dispatch import strict_gate
 from router.generation import TokenBatch, TokenEnd
 from tests.support.fake_model import continuation
 from tests.support.fake_workers import CHECKSUM
@@ -59,7 +59,7 @@ async def test_without_a_prefill_worker_decode_computes_the_prompt() -> None:
 async def test_decodes_tokens_may_arrive_before_the_prefill_worker_reports_and_nothing_is_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attempt, "RECEIPT_WAIT_S", 0.05)
+    monkeypatch.setattr(strict_gate, "RECEIPT_WAIT_S", 0.05)
     async with router_cluster() as cluster:
         await cluster.decode()
         prefill = await cluster.prefill()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry_rpc.common_pb2 import ErrorCode
-from router.dispatch import attempt
+from router.dispatch import strict_gate
 from router.dispatch.dispatch_limits import DispatchLimits
 from router.dispatch.proof import Clause
 from router.generation import TokenEnd
@@ -97,7 +97,7 @@ async def test_what_is_known_before_the_first_token_is_refused_before_it(
 
 
 async def test_a_prefill_half_that_does_not_come_is_refused_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "RECEIPT_WAIT_S", 0.05)
+    monkeypatch.setattr(strict_gate, "RECEIPT_WAIT_S", 0.05)
     async with router_cluster(STRICT) as cluster:
         await cluster.decode()
         prefill = await cluster.prefill()

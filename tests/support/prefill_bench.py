@@ -5,8 +5,9 @@ from typing import Any
 
 from kvferry_rpc.common_pb2 import KVCacheLayout
 from kvferry_rpc.internal_pb2 import KVSource, PrefillEvent, Ticket
+from prefill_worker.job import Submit
 from prefill_worker.pull import Puller
-from prefill_worker.worker import PrefillWorker, PullEvent, Submit
+from prefill_worker.worker import PrefillWorker, PullEvent
 from runtime.clock import ManualClock
 from runtime.kv_event_log import KVEventLog
 from tests.support.scripted_handoffs import ScriptedReceiver, ScriptedSender

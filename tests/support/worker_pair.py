@@ -27,8 +27,9 @@ from kv_transfer.region import MemoryRegion
 from kv_transfer.sender import HandoffSender
 from kv_transfer.transport_memory import MemoryNetwork
 from kvferry_rpc import common_pb2, internal_pb2
+from prefill_worker.job import Submit
 from prefill_worker.pull import Puller
-from prefill_worker.worker import Cancel, Nudge, PrefillView, PrefillWorker, PullEvent, Submit
+from prefill_worker.worker import Cancel, Nudge, PrefillView, PrefillWorker, PullEvent
 from prefill_worker.worker import Command as PrefillCommand
 from runtime.clock import Clock, SystemClock
 from runtime.kv_event_log import KVEventLog

@@ -18,8 +18,9 @@ from kv_cache.block_hash import BlockHasher
 from kv_transfer.events import Committed
 from kvferry_rpc.common_pb2 import TokenOutput
 from kvferry_rpc.internal_pb2 import DecodeEvent, KVSource, PrefillEvent, Ticket
+from prefill_worker.job import Submit
 from prefill_worker.pull import Puller
-from prefill_worker.worker import Cancel, PrefillWorker, PullEvent, Submit
+from prefill_worker.worker import Cancel, PrefillWorker, PullEvent
 from runtime.clock import ManualClock
 from runtime.errors import ErrorCode, KvferryError
 from runtime.kv_event_log import KVEventLog

@@ -10,7 +10,8 @@ from engine.wire import build_constraint, build_sequence
 from kv_transfer.faults import FaultPlan
 from kvferry_rpc.common_pb2 import ErrorCode, Grammar, SamplingParams
 from kvferry_rpc.internal_pb2 import Admit
-from prefill_worker.worker import Constrain, Submit
+from prefill_worker.job import Submit
+from prefill_worker.worker import Constrain
 from runtime.errors import KvferryError, invalid
 from tests.support.pair_checks import TOKENS, greedy
 from tests.support.worker_pair import WorkerPair
