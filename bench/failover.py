@@ -177,6 +177,9 @@ def report_streams(report: Report, variant: str, tally: StreamTally, seed: int) 
     report.add(count_line("client_errors", variant, tally.errors, "streams", tally.streams))
     moved = sum(loss.moved for loss in tally.losses)
     report.note(f"{variant}: {len(tally.losses)} of {tally.streams} streams went on elsewhere, {moved} with their KV")
+    if pauses_ms := [pause for loss in tally.losses for pause in loss.pauses_ms]:
+        p50, p99 = np.quantile(pauses_ms, [0.5, 0.99])
+        report.note(f"{variant}: {len(pauses_ms)} moves stood still for {p50:.0f} ms (p99 {p99:.0f} ms)")
     if tally.losses:
         for percentile in (0.5, 0.99):
             report.add(added_line(percentile, variant, tally.losses, seed))

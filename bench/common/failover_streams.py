@@ -35,9 +35,9 @@ class Heard:
         return bool(self.receipt.get("earlier_failures") or self.receipt.get("migrations"))
 
     @property
-    def moved(self) -> bool:
-        """Whether it went with its KV."""
-        return bool(self.receipt.get("migrations"))
+    def pauses_ms(self) -> tuple[float, ...]:
+        """How long it stood still for each move with its KV."""
+        return tuple(float(move["pause_ms"]) for move in self.receipt.get("migrations", ()))
 
 
 @dataclass(slots=True)
@@ -46,7 +46,12 @@ class Loss:
 
     added_s: float
     recompute_s: float
-    moved: bool
+    pauses_ms: tuple[float, ...] = ()  # Of each move with its KV, as the router saw it.
+
+    @property
+    def moved(self) -> bool:
+        """Whether it went with its KV."""
+        return bool(self.pauses_ms)
 
 
 @dataclass(slots=True)
@@ -114,7 +119,7 @@ class StreamRounds:
         text = prompt + after.text[: after.chars[longest]]
         # The salt is nobody else's: nothing of it is in any cache.
         fresh = await self._stream(text, max_tokens=1, cache_salt=f"fresh {self._rng.random()}")
-        return Loss(max(0.0, waits_s[longest]), fresh.gaps_s[0] if fresh.gaps_s else 0.0, after.moved)
+        return Loss(max(0.0, waits_s[longest]), fresh.gaps_s[0] if fresh.gaps_s else 0.0, after.pauses_ms)
 
     def _prompt(self) -> str:
         self._number += 1

@@ -137,11 +137,11 @@ def test_a_stream_counts_as_equal_only_with_its_text_and_its_end() -> None:
 def test_a_stream_was_disturbed_if_its_receipt_says_so() -> None:
     assert not heard(earlier_failures=[], migrations=[]).was_disturbed
     assert heard(earlier_failures=["attempt 1: lost"]).was_disturbed
-    assert heard(migrations=[{}]).moved
+    assert heard(migrations=[{"pause_ms": 2.5}]).pauses_ms == (2.5,)
 
 
 def test_what_a_loss_added_stands_beside_a_new_request() -> None:
-    losses = [Loss(0.010 * number, 0.020 * number, moved=False) for number in range(1, 11)]
+    losses = [Loss(0.010 * number, 0.020 * number) for number in range(1, 11)]
     line = failover.added_line(0.5, "decode:SIGKILL", losses, 1)
     assert (line.metric, line.baseline, line.n) == ("added_ms_p50", "full_recompute", 10)
     assert line.value == pytest.approx(55.0)
