@@ -18,7 +18,7 @@ _SHAPE_HELP = "What each takes and where it goes: cpus=N,gpus=N,accelerator=TYPE
 def add_ray_arguments(parser: argparse.ArgumentParser, *, address_flags: tuple[str, ...] = ("--ray-address",)) -> None:
     """Which cluster, in which Ray."""
     group = parser.add_argument_group("Ray")
-    group.add_argument("--ray", action="store_true", help="A cluster in Ray, not one of this machine alone.")
+    group.add_argument("--ray", action=argparse.BooleanOptionalAction, default=False, help="A cluster in Ray, not one of this machine alone.")  # fmt: skip # noqa: E501
     group.add_argument(*address_flags, dest="ray_address", default="", metavar="HOST:PORT", help="Ray's address. Default: the Ray that this machine is a node of.")  # fmt: skip # noqa: E501
     group.add_argument("--ray-cluster", default="main", metavar="NAME", help="Name among the kvferry clusters in that Ray. Default: %(default)s.")  # fmt: skip # noqa: E501
 
@@ -30,7 +30,7 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{role}-shape", default="", metavar="SHAPE", help=f"{_SHAPE_HELP} Default: cpus=1,place=each.")  # fmt: skip # noqa: E501
     group.add_argument("--router-cpus", type=float, default=1.0, metavar="N", help="CPUs of this node that the router takes. Default: %(default)g.")  # fmt: skip # noqa: E501
     group.add_argument("--placement-timeout-s", "--placement-timeout", type=float, default=60.0, metavar="SECONDS", help="Longest wait for room in Ray. Default: %(default)g.")  # fmt: skip # noqa: E501
-    group.add_argument("--detach", action="store_true", help="Return when it serves; `kvferry down --ray` ends it.")
+    group.add_argument("--detach", action=argparse.BooleanOptionalAction, default=False, help="Return when it serves; `kvferry down --ray` ends it.")  # fmt: skip # noqa: E501
 
 
 def ray_options(arguments: argparse.Namespace) -> RayOptions:

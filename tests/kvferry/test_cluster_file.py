@@ -9,8 +9,7 @@ import pytest
 from kvferry.__main__ import build_parser, main
 from kvferry.cluster_file import SECTIONS, cluster_yaml, section_options, settle
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
-from kvferry.commands.up import _Up
-from kvferry.console import Console
+from kvferry.commands.up_flags import spec_of
 from router.config import RouterConfig
 from runtime.config import parse_config
 
@@ -46,7 +45,7 @@ def _settled(tmp_path: Path, text: str, *flags: str) -> argparse.Namespace:
 
 
 def _spec(arguments: argparse.Namespace) -> ClusterSpec:
-    spec = _Up(arguments, Console(as_json=True), RoleCommands(("r",), ("p",), ("d",)), ())._spec(Path("/m"), "m")
+    spec = spec_of(arguments, RoleCommands(("r",), ("p",), ("d",)), Path("/m"), "m")
     spec.validate()
     return spec
 
@@ -79,6 +78,15 @@ def test_a_flag_goes_over_its_key_wherever_the_file_has_it(tmp_path: Path) -> No
     text = "model: m\ndecode:\n  block_size: 64\n"
     spec = _spec(_settled(tmp_path, text, "--decode-block-size=32"))
     assert "--block-size=32" in spec.worker_argv("decode-0", Path("/s"), "a:1")
+
+
+def test_every_switch_that_a_file_can_turn_on_a_flag_can_turn_off(tmp_path: Path) -> None:
+    switches = [option.name for option in build_parser().parse_args(["up"]).keys.options if option.kind is bool]
+    assert {"ray", "detach", "restart"} <= set(switches)
+    text = "model: m\n" + "".join(f"{name}: true\n" for name in switches)
+    flags = [f"--no-{name.replace('_', '-')}" for name in switches]
+    settled = vars(_settled(tmp_path, text, *flags))
+    assert [name for name in switches if settled[name]] == []
 
 
 def test_settling_twice_changes_nothing(tmp_path: Path) -> None:
