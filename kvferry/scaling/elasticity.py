@@ -41,6 +41,15 @@ async def scale_cluster(launcher: Launcher, prefill: int | None, decode: int | N
         await admin.close()
 
 
+async def replace_workers(launcher: Launcher, say: Say) -> dict[str, str]:
+    """Have another worker in the place of each, one at a time; the new names by the old. Raises as `Fleet.replace`."""
+    admin = open_admin(launcher)
+    try:
+        return await Fleet(launcher, admin, say).replace_all()
+    finally:
+        await admin.close()
+
+
 class Elasticity:
     """Used as `async with`, around the time that the cluster is up. Event-loop thread only."""
 
@@ -114,7 +123,7 @@ class Elasticity:
             raise invalid("order", "restart is for clusters of one machine")
         self._listeners.append(say)
         try:
-            replaced = {name: await self._fleet.replace(name) for name in self._fleet.names()}
+            replaced = await self._fleet.replace_all()
             await self._fleet.replace_router(self._replace_router)
         finally:
             self._listeners.remove(say)

@@ -104,6 +104,11 @@ class Fleet:
             await self._remove(name, force=False)
         return added
 
+    async def replace_all(self) -> dict[str, str]:
+        """Replace every worker that there is now, one after the other; the new names by the old. Raises as `replace`:
+        those that were replaced by then stay so."""
+        return {name: await self.replace(name) for name in self.names()}
+
     async def replace_router(self, replace: Callable[[], Awaitable[None]]) -> None:
         """Have the launcher replace its router, by `replace`, and follow to the new one. Raises as that does."""
         async with self._turn:

@@ -143,7 +143,7 @@ def test_an_actor_that_is_killed_takes_its_process_along_and_both_come_back(serv
     assert process_start_ticks(before) is None
 
 
-def test_a_second_node_takes_a_worker_and_scaling_and_flips_under_load_fail_no_request(served: Served) -> None:
+def test_a_second_node_takes_workers_and_scaling_flips_and_a_restart_under_load_fail_no_request(served: Served) -> None:
     served.ray.join(SECOND_HOST, cpus=2, gpus=1)
     done: list[dict[str, Any]] = []
 
@@ -152,6 +152,7 @@ def test_a_second_node_takes_a_worker_and_scaling_and_flips_under_load_fail_no_r
         done.extend(served.ray.kvferry(*page_command("Ray", "scale")))
         for prefill, decode in ((3, 1), (2, 2), (1, 1)):
             done.extend(served.ray.kvferry("scale", "--prefill", str(prefill), "--decode", str(decode)))
+        done.extend(served.ray.kvferry(*page_command("Ray", "restart")))
 
     async def run() -> None:
         async with _http(served) as http:
@@ -170,13 +171,16 @@ def test_a_second_node_takes_a_worker_and_scaling_and_flips_under_load_fail_no_r
             await asyncio.gather(*loads, changing)
 
     asyncio.run(run())
-    ready = {event["name"]: event["text"] for event in done if event["event"] == "ready"}
-    assert sorted(ready) == ["decode-2", "prefill-1"]
-    assert [text for text in ready.values() if not text.endswith(f"on {SECOND_HOST}")] == []
+    ready = [(event["name"], event["text"]) for event in done if event["event"] == "ready"]
+    assert sorted(name for name, _ in ready[:2]) == ["decode-2", "prefill-1"]
+    assert [text for _, text in ready[:2] if not text.endswith(f"on {SECOND_HOST}")] == []
     scaled = [event for event in done if event["event"] == "scaled"]
     assert [len(event["added"]) for event in scaled] == [2, 0, 0, 0]
     assert [len(event["flipped"]) for event in scaled] == [0, 1, 1, 0]
     assert [len(event["removed"]) for event in scaled] == [0, 1, 0, 2]
+    (restarted,) = [event["replaced"] for event in done if event["event"] == "restarted"]
+    assert len(restarted) == 2
+    assert [name for name, _ in ready[2:]] == list(restarted.values())
 
 
 def test_while_the_head_is_away_all_goes_on_and_afterwards_too(served: Served) -> None:

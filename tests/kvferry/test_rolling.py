@@ -102,6 +102,18 @@ async def test_a_restart_that_fails_says_so_and_goes_no_further(
     assert fake.told == []
 
 
+async def test_without_a_launcher_of_its_own_the_workers_alone_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Cluster()
+    fake.start("prefill-0", "decode-0")
+    monkeypatch.setattr(elasticity, "open_admin", lambda launcher: launcher)
+    replaced = await elasticity.replace_workers(cast(Launcher, fake), lambda text: None)
+    assert replaced == {"prefill-0": "prefill-1", "decode-0": "decode-1"}
+    assert fake.told == [
+        *("add prefill-1", "drain prefill-0", "remove prefill-0"),
+        *("add decode-1", "drain decode-0", "remove decode-0"),
+    ]
+
+
 async def test_a_launcher_that_cannot_replace_its_router_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,5 +125,5 @@ async def test_a_launcher_that_cannot_replace_its_router_refuses(
 
 def test_without_a_cluster_there_is_nothing_to_restart(tmp_path: Path) -> None:
     with pytest.raises(KvferryError, match="no running cluster found") as failure:
-        restart.COMMAND.run(argparse.Namespace(state_dir=tmp_path), Console(as_json=True))
+        restart.COMMAND.run(argparse.Namespace(state_dir=tmp_path, ray=False), Console(as_json=True))
     assert failure.value.code == ErrorCode.UNAVAILABLE
