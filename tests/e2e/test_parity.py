@@ -14,7 +14,7 @@ import pytest
 from router.http.openai_requests import ChatBody, CompletionBody
 from tests.support.engine_source import EngineSource
 from tests.support.http_door import Door, says
-from tests.support.live_cluster import TINY_REAL, LiveCluster
+from tests.support.live_cluster import TINY_REAL, LiveCluster, models_beside
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -93,7 +93,7 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineSource:
-    return EngineSource(TINY_REAL, tmp_path_factory.getbasetemp() / "models")
+    return EngineSource(TINY_REAL, models_beside(tmp_path_factory.getbasetemp() / "parity"))
 
 
 def test_every_field_is_in_the_table() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.run_dir import process_start_ticks
 from tests.support.deploy_page import page_command
-from tests.support.live_cluster import TINY_REAL
+from tests.support.live_cluster import TINY_REAL, models_beside
 from tests.support.live_ray import HEAD_HOST, LiveRay, live_ray
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -72,7 +72,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with live_ray(cpus=4, gpus=1) as ray:
         # As docs/deploy.md has it, with another model, and where there is room.
         flags = ["--model", str(TINY_REAL), "--num-blocks", "512", "--http-port", "0", "--grpc-port", "0"]
-        flags += ["--state-dir", str(directory / "state"), "--cache-dir", str(directory / "models")]
+        flags += ["--state-dir", str(directory / "state"), "--cache-dir", str(models_beside(directory))]
         events = ray.kvferry(*page_command("Ray", "up"), *flags, "--decode-shape", "gpus=0.5", "--detach")
         serving = next(event for event in events if event.get("event") == "serving")
         yield Served(ray, serving["http_address"], directory / "state")

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.model_prep import prepare_model
 from kvferry.verify import Row, Variant, VerifyOptions, prompt_lengths, read_prompts, standard_variants, verify
-from tests.support.live_cluster import TINY_REAL
+from tests.support.live_cluster import TINY_REAL, models_beside
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts_short.jsonl"
@@ -17,7 +17,7 @@ PROMPTS = Path(__file__).parents[1] / "data" / "prompts_short.jsonl"
 
 def _options(model: str, directory: Path, texts: Sequence[str], max_tokens: int) -> VerifyOptions:
     """With models prepared where the clusters of the other tests have theirs."""
-    prepared = asyncio.run(prepare_model(model, directory.parent / "models", lambda stage, fraction: None))
+    prepared = asyncio.run(prepare_model(model, models_beside(directory), lambda stage, fraction: None))
     return VerifyOptions(
         model=model, model_dir=prepared.path, cache_dir=directory, texts=tuple(texts), max_tokens=max_tokens
     )

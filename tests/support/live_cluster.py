@@ -116,14 +116,20 @@ def resting_problems(state: ClusterState) -> list[str]:
     return problems
 
 
+def models_beside(directory: Path) -> Path:
+    """Where a test with this directory has prepared models: one place for all processes that a run is spread over, so
+    that each model is prepared once. Who comes second waits."""
+    base = directory.parent
+    return (base.parent if base.name.startswith("popen-gw") else base) / "models"
+
+
 @contextmanager
 def live_cluster(directory: Path, *flags: str, model: str | Path = TINY_REAL) -> Iterator[LiveCluster]:
     """Start `kvferry up` with free ports; at the end drain it, and insist that it ends well and leaves no process
-    and, in no log, an exception that nobody handled. Models are prepared beside `directory`, so that clusters whose
-    directories lie side by side do it once."""
+    and, in no log, an exception that nobody handled."""
     state_dir = directory / "state"
     command = [sys.executable, "-m", "kvferry", "up", "--model", str(model), "--http-port", "0", "--grpc-port", "0"]
-    command += ["--state-dir", str(state_dir), "--cache-dir", str(directory.parent / "models"), "--json", *flags]
+    command += ["--state-dir", str(state_dir), "--cache-dir", str(models_beside(directory)), "--json", *flags]
     errors = (directory / "up.err").open("w+")
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
