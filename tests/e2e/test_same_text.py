@@ -41,10 +41,10 @@ def test_the_demo_model_says_the_same_in_the_cluster_and_in_transformers(tmp_pat
     assert [row for row in rows if not row.good] == []
 
 
-def test_every_second_prompt_says_the_same_with_other_blocks_another_transport_and_too_few_blocks(
+def test_every_third_prompt_says_the_same_with_other_blocks_another_transport_and_too_few_blocks(
     tmp_path: Path,
 ) -> None:
-    options = _options(str(TINY_REAL), tmp_path, read_prompts(PROMPTS)[::2], 40)
+    options = _options(str(TINY_REAL), tmp_path, read_prompts(PROMPTS)[::3], 40)
     standard = standard_variants(prompt_lengths(options), 40)
     chosen = [v for name in ("block 32, tcp", "small pool") for v in standard if name in v.name]
     # One of the two also guesses ahead: a cluster costs more than the guesses do.
