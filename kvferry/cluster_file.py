@@ -35,7 +35,7 @@ _RESERVED = {
     "router": {**_RESERVED_IN_ALL, **dict.fromkeys(("internal_host", "internal_port", "share_ports"), _BY_LAUNCHER)},
     "prefill": {
         **_RESERVED_IN_ALL,
-        **dict.fromkeys(("worker_id", "host", "port", "data_port", "routers"), _BY_LAUNCHER),
+        **dict.fromkeys(("worker_id", "host", "port", "data_port", "routers", "role_file"), _BY_LAUNCHER),
         **dict.fromkeys(("cache_dir", "weight_dtype"), _AT_THE_TOP),
     },
 }

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from decode_worker.config import DecodeConfig
 from kv_transfer.options import AUTO, WireDtype
@@ -12,13 +12,12 @@ from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 from runtime.config import flag_list, flag_name
 from runtime.grpc_life import join_host_port
+from runtime.role_file import Role
 
 _DOOR_FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
 _INTERNAL_TLS = ("internal_tls_cert_file", "internal_tls_key_file", "internal_tls_ca_file")
 INTERNAL_HOST = "127.0.0.1"  # a local cluster's workers, and the port where they attach: never reachable from elsewhere
 MAX_LOCAL_WORKERS = 64
-
-Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +127,22 @@ class ClusterSpec:
         return (*self.commands.router, *flag_list(self._router_options(secret_file, ports, internal_host)))
 
     def worker_argv(
-        self, worker_id: str, secret_file: Path, router_addresses: str, host: str = INTERNAL_HOST
+        self,
+        worker_id: str,
+        secret_file: Path,
+        router_addresses: str,
+        host: str = INTERNAL_HOST,
+        role_file: Path | None = None,
     ) -> tuple[str, ...]:
         """Command line of one worker that attaches to these, host:port with commas between them; others reach it at
-        `host`."""
+        `host`. `role_file`: where it keeps its role."""
         role: Role = "prefill" if worker_id.startswith("prefill-") else "decode"
         options = {
             **self._worker_options(role, secret_file),
             "worker_id": worker_id,
             "host": host,
             "routers": tuple(router_addresses.split(",")),
+            "role_file": role_file,
         }
         return (*(self.commands.prefill if role == "prefill" else self.commands.decode), *flag_list(options))
 

@@ -1,8 +1,8 @@
 """The directory of one running local cluster: its logs, its secret and `state.json`, by which commands find it.
 
-Layout: <root>/<name>/{state.json, secret (0600), control.sock (0600), logs/<process>.log}. `state.json` is there only
-while the launcher lives; it names the launcher by pid and start time, so a stale file is recognised even if the pid is
-used again.
+Layout: <root>/<name>/{state.json, secret (0600), control.sock (0600), roles/<worker>, logs/<process>.log}. `state.json`
+is there only while the launcher lives; it names the launcher by pid and start time, so a stale file is recognised even
+if the pid is used again.
 """
 
 import json
@@ -20,6 +20,7 @@ STATE_NAME = "state.json"
 SECRET_NAME = "secret"
 CONTROL_NAME = "control.sock"
 ROUTERS_NAME = "routers"
+ROLES_NAME = "roles"
 _KEPT_DEAD_RUNS = 8
 
 
@@ -48,6 +49,7 @@ class RunDir:
             raise RunDirInUseError(f"a cluster is running in {path} already")
         run = cls(path)
         run.clear()
+        run.role_path("").mkdir(mode=0o700)
         create_secret_file(run.secret_path)
         return run
 
@@ -71,6 +73,10 @@ class RunDir:
         """The file that names where workers attach."""
         return self.path / ROUTERS_NAME
 
+    def role_path(self, worker: str) -> Path:
+        """The file in which this worker keeps its role."""
+        return self.path / ROLES_NAME / worker
+
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Replace `state.json` atomically, adding who the launcher is."""
         launcher = {"launcher_pid": os.getpid(), "launcher_started": process_start_ticks(os.getpid())}
@@ -80,9 +86,10 @@ class RunDir:
         temporary.rename(self.path / STATE_NAME)
 
     def clear(self) -> None:
-        """Remove state, secret and socket; logs stay."""
+        """Remove state, secret, socket and roles; logs stay."""
         for name in (STATE_NAME, SECRET_NAME, CONTROL_NAME, ROUTERS_NAME):
             (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path / ROLES_NAME, ignore_errors=True)
 
 
 def live_state(path: Path) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
 """A worker process around its engine: load, live in one role after the other, stop. The same for both roles.
 
 1. `build` loads what every role needs, in a thread, so that signals are answered meanwhile.
-2. A life in the role that the process was started in (`worker_life.py`). Where a router asks for the other role, that
-   life ends as soon as nothing runs, and one in the other role follows: the same process, weights and pool.
+2. A life in the role that the process was started in, or had last before (`worker_life.py`). Where a router asks for
+   the other role, that life ends as soon as nothing runs, and one in the other role follows: the same process, weights
+   and pool.
 3. SIGTERM ends the last life, and the process exits 0. A dead engine thread exits 1 at once.
 """
 
@@ -16,6 +17,7 @@ from typing import Literal, Protocol
 from runtime.clock import SystemClock
 from runtime.config import flag, required_flag
 from runtime.errors import KvferryError
+from runtime.role_file import Role, read_role, write_role
 from runtime.router_names import parse_routers
 from runtime.secret import read_secret_file
 from runtime.tls import InternalTlsOptions, internal_channel_tls, server_credentials
@@ -37,6 +39,9 @@ class HostOptions(InternalTlsOptions, TracingOptions):
     )
     cluster_secret_file: Path = required_flag("File with the secret that all processes of the cluster share.")
     drain_timeout_s: float = flag(60.0, "Longest time to finish running requests after SIGTERM.")
+    role_file: Path | None = flag(
+        None, "File that keeps the role: a worker that was given the other one begins in it when it is started again."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Least severe log lines to write.")
     log_json: bool = flag(False, "Write log lines as JSON.")
     exit_on_stdin_close: bool = flag(False, "Drain and exit when standard input closes.")
@@ -74,13 +79,14 @@ class RoleTaker(Protocol):
 
 
 async def host_worker(
-    options: HostOptions, role: str, build: Callable[[bytes], RoleTaker], shutdown: asyncio.Event
+    options: HostOptions, role: Role, build: Callable[[bytes], RoleTaker], shutdown: asyncio.Event
 ) -> int:
-    """Run a worker, in this role at first, until it has drained; returns the exit status.
+    """Run a worker, in this role at first, or in that of its role file, until it has drained; returns the exit status.
 
     `build(secret)` runs in a thread.
     """
     process: RoleTaker | None = None
+    role = read_role(options.role_file, role)
     try:
         secret = read_secret_file(options.cluster_secret_file)
         clock = SystemClock()
@@ -99,6 +105,7 @@ async def host_worker(
         while end is LifeEnd.OTHER_ROLE:
             role = "decode" if role == "prefill" else "prefill"
             worker = await asyncio.to_thread(process.take_role, role)
+            write_role(options.role_file, role)
             _log.info("this worker is a %s worker now", role)
             end = await WorkerLife(options, role, worker, access, shutdown).run(first=False)
     finally:

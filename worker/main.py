@@ -6,6 +6,7 @@ from collections.abc import Callable
 from decode_worker.role import decode_role
 from prefill_worker.role import prefill_role
 from runtime.process import run_service
+from runtime.role_file import Role
 from runtime.telemetry import setup_logging
 from runtime.worker_host import host_worker
 from runtime.worker_life import HostedWorker
@@ -29,7 +30,7 @@ class Worker:
         self.parts.close(timeout_s)
 
 
-def run_worker(options: WorkerOptions, role: str) -> int:
+def run_worker(options: WorkerOptions, role: Role) -> int:
     """Serve, in this role at first, until drained. Returns the exit status. Main thread only."""
     setup_logging(level=options.log_level, json_lines=options.log_json, process=options.worker_id)
     return run_service(

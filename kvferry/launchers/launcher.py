@@ -4,7 +4,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvferry.cluster_spec import ClusterSpec, Role
+from kvferry.cluster_spec import ClusterSpec
+from runtime.role_file import Role
 
 ROUTER = "router"
 
@@ -22,8 +23,8 @@ class ClusterEvent:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """One worker as its launcher knows it. `role` is the role it is started in: one that routers have flipped is
-    started again in this one. `running` is False while it is away."""
+    """One worker as its launcher knows it. `role` is the one that it was given last, and is started in. `running` is
+    False while it is away."""
 
     name: str
     role: Role

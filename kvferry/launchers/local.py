@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry.cluster_spec import INTERNAL_HOST, MAX_LOCAL_WORKERS, ClusterSpec, Role
+from kvferry.cluster_spec import INTERNAL_HOST, MAX_LOCAL_WORKERS, ClusterSpec
 from kvferry.launchers.kept_process import KeptProcess
 from kvferry.launchers.launcher import ROUTER, ClusterEvent, WorkerProcess
 from kvferry.launchers.readiness import ports_of, wait_serving
@@ -23,6 +23,7 @@ from runtime.child_process import LaunchError, describe_exit
 from runtime.grpc_life import join_host_port
 from runtime.ports import free_run, hold_port, port_of
 from runtime.process import SUCCESSOR_SIGNAL
+from runtime.role_file import Role, read_role
 from runtime.router_names import FILE_PREFIX, write_routers_file
 from runtime.secret import read_secret_file
 
@@ -90,7 +91,7 @@ class LocalCluster:
     def workers(self) -> tuple[WorkerProcess, ...]:
         """See `Launcher`."""
         return tuple(
-            WorkerProcess(name, role_of(name), process.pid, process.running)
+            WorkerProcess(name, self._role_now(name), process.pid, process.running)
             for name, process in self._processes.items()
             if name != ROUTER
         )
@@ -141,6 +142,8 @@ class LocalCluster:
         self._tell("stopping", name, "draining")
         clean = await process.stop(self._spec.drain_timeout_s + _WORKER_EXIT_GRACE_S)
         del self._processes[name]
+        # Another worker may have its name one day.
+        self._run_dir.role_path(name).unlink(missing_ok=True)
         self._write_state()
         self._tell("stopped", name, "has left the cluster")
         return clean
@@ -232,7 +235,11 @@ class LocalCluster:
         secret = self._run_dir.secret_path
         if name == ROUTER:
             return (*self._spec.router_argv(secret, self._ports), *_SHARED)
-        return self._spec.worker_argv(name, secret, f"{FILE_PREFIX}{self._run_dir.routers_path}")
+        routers, role_file = f"{FILE_PREFIX}{self._run_dir.routers_path}", self._run_dir.role_path(name)
+        return self._spec.worker_argv(name, secret, routers, role_file=role_file)
+
+    def _role_now(self, name: str) -> Role:
+        return read_role(self._run_dir.role_path(name), role_of(name))
 
     def _check_alive(self) -> None:
         for process in self._processes.values():

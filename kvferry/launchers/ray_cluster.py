@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
-from kvferry.cluster_spec import ClusterSpec, Role
+from kvferry.cluster_spec import ClusterSpec
 from kvferry.launchers.launcher import ROUTER, ClusterEvent, WorkerProcess
 from kvferry.launchers.local import free_name, role_of
 from kvferry.launchers.ray_link import ProcessAwayError, ProcessGoneError, RayLink, RemoteProcess
@@ -24,6 +24,7 @@ from kvferry.launchers.ray_shapes import GroupPlan, actor_name, in_order, no_roo
 from kvferry.launchers.readiness import wait_serving
 from runtime.child_process import LaunchError
 from runtime.grpc_life import join_host_port
+from runtime.role_file import Role
 
 _EXIT_GRACE_S = 10.0
 _EVENTS_WAIT_S = 20.0
@@ -223,9 +224,7 @@ class RayCluster:
             self._router = facts
             return
         self._groups[facts.name] = facts.group
-        self._workers[facts.name] = WorkerProcess(
-            facts.name, role_of(facts.name), facts.pid, facts.running, node=facts.host
-        )
+        self._workers[facts.name] = WorkerProcess(facts.name, facts.role, facts.pid, facts.running, node=facts.host)
 
     async def _release_all(self, grace_s: float) -> bool:
         clean = all(await asyncio.gather(*(self._release(name, grace_s) for name in list(self._remotes))))

@@ -22,6 +22,7 @@ from typing import Any
 from kvferry.cluster_spec import ClusterSpec, RoleCommands
 from kvferry.launchers.kept_process import KeptProcess
 from kvferry.launchers.launcher import ROUTER, ClusterEvent
+from kvferry.launchers.local import role_of
 from kvferry.launchers.ray_shapes import RayOptions
 from kvferry.launchers.readiness import ports_of
 from kvferry.model_prep import PREPARE_COMMAND, prepare_model
@@ -30,6 +31,7 @@ from runtime.child_process import LaunchError
 from runtime.grpc_life import join_host_port
 from runtime.process import ORPHAN_GRACE_S
 from runtime.restart_wait import RestartWait
+from runtime.role_file import Role, read_role
 from runtime.secret import write_secret_file
 
 _EVENTS_KEPT = 256
@@ -70,6 +72,11 @@ class ProcessOrder:
         return self.directory / "secret"
 
     @property
+    def role_path(self) -> Path:
+        """Where a worker keeps its role."""
+        return self.directory / "role"
+
+    @property
     def log_path(self) -> Path:
         """What the process writes."""
         return self.directory / "process.log"
@@ -89,6 +96,7 @@ class NodeFacts:
     devices: str
     ports: dict[str, int]
     log: str
+    role: Role
 
 
 class NodeProcess:
@@ -156,6 +164,7 @@ class NodeProcess:
             devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             ports=ports_of(process.ready) if process and self._order.name == ROUTER and process.ready else {},
             log=str(self._order.log_path),
+            role=read_role(self._order.role_path, role_of(self._order.name)),
         )
 
     def order(self) -> ProcessOrder:
@@ -174,7 +183,7 @@ class NodeProcess:
         clean = await self._process.stop(grace_s) if self._process else True
         if self._order.name == ROUTER:
             RunDir(self._order.root).clear()
-        for path in (self._order.secret_path, self._order.directory / _NOTE_NAME):
+        for path in (self._order.secret_path, self._order.role_path, self._order.directory / _NOTE_NAME):
             path.unlink(missing_ok=True)
         # For those who watch, and have not asked for it.
         self._tell(ClusterEvent("stopped", self._order.name, "has been stopped"))
@@ -184,6 +193,8 @@ class NodeProcess:
         order, directory = self._order, self._order.directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         was_ready = await self._end_predecessor()
+        if not was_ready:
+            order.role_path.unlink(missing_ok=True)  # of another cluster
         order.secret_path.unlink(missing_ok=True)
         write_secret_file(order.secret_path, order.secret)
         await self._find_model()
@@ -227,7 +238,7 @@ class NodeProcess:
     def _argv(self) -> tuple[str, ...]:
         order = self._order
         if order.name != ROUTER:
-            return self._spec.worker_argv(order.name, order.secret_path, order.routers, self._host)
+            return self._spec.worker_argv(order.name, order.secret_path, order.routers, self._host, order.role_path)
         ports = {"http_port": self._spec.http_port, "grpc_port": self._spec.grpc_port, "internal_port": 0}
         note = self._note()
         if note.get("run_id") == order.run_id:

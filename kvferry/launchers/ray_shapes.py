@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from kvferry.cluster_spec import Role
 from runtime.child_process import LaunchError
+from runtime.role_file import Role
 
 NAMESPACE = "kvferry"  # of our named actors, in a Ray cluster that others use too
 STRATEGIES = {

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 from kvferry.launchers.launcher import Launcher
 from kvferry.scaling.fleet_admin import FleetAdmin
-from kvferry.scaling.fleet_view import ROLES, FleetView, Role, WorkerFacts
+from kvferry.scaling.fleet_view import ROLES, FleetView, WorkerFacts
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.clock import Clock, SystemClock
 from runtime.errors import KvferryError
+from runtime.role_file import Role
 
 DRAIN_PATIENCE_S = 900.0
 _ATTACH_PATIENCE_S = 30.0

@@ -1,9 +1,9 @@
 """What whoever scales a cluster knows of it at one moment. Pure: made from what routers tell (`fleet_admin.py`)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-Role = Literal["prefill", "decode"]
+from runtime.role_file import Role
+
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 READY, DRAINING = "ready", "draining"
 

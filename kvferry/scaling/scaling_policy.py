@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from kvferry.scaling.fleet_view import DRAINING, ROLES, FleetView, Role, WorkerFacts
+from kvferry.scaling.fleet_view import DRAINING, ROLES, FleetView, WorkerFacts
+from runtime.role_file import Role
 
 
 class Action(Enum):

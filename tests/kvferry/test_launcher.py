@@ -181,6 +181,21 @@ async def test_workers_are_added_and_removed_one_by_one_and_names_are_used_again
         assert await cluster.stop()
 
 
+async def test_a_worker_keeps_its_role_over_restarts_but_not_for_the_next_one_of_its_name(tmp_path: Path) -> None:
+    async with watched(tmp_path, num_decode=2) as fixture:
+        cluster = fixture.cluster
+        await cluster.start()
+        (flags,) = [event.details["flags"] for event in fixture.events if event.name == "decode-1"]
+        role_path = fixture.run_dir.role_path("decode-1")
+        assert f"--role-file={role_path}" in flags
+        role_path.write_text("prefill\n")  # as the worker does when a router gives it the other role
+        assert [worker.role for worker in cluster.workers() if worker.name == "decode-1"] == ["prefill"]
+        assert await cluster.remove("decode-1")
+        assert await cluster.add("decode") == "decode-1"
+        assert [worker.role for worker in cluster.workers() if worker.name == "decode-1"] == ["decode"]
+    assert not RunDir.create(tmp_path / "run").role_path("decode-1").exists()
+
+
 async def test_a_worker_that_cannot_be_added_leaves_nothing_and_the_others_run(tmp_path: Path) -> None:
     async with watched(tmp_path, decode="fails-second-start") as fixture:
         await fixture.cluster.start()

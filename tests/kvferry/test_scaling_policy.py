@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.scaling.fleet_view import DRAINING, ROLES, FleetView, Role
+from kvferry.scaling.fleet_view import DRAINING, ROLES, FleetView
 from kvferry.scaling.scaling_policy import Action, Decision, Observation, ScalingLimits, ThresholdPolicy, pressure
+from runtime.role_file import Role
 from tests.support.fleet_sim import MAX_NUM_SEQS, NUM_BLOCKS, TOKEN_BUDGET, FleetSim, view_of
 
 QUICK = ScalingLimits(up_after_s=1, down_after_s=3, cooldown_s=2)

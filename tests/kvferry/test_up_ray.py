@@ -65,7 +65,7 @@ def test_status_shows_a_row_for_each_process_and_says_of_which_it_knows_nothing(
 ) -> None:
     facts = NodeFacts(
         name="decode-0", group="main/decode-0", host="10.0.0.2", node_id="n", pid=42, running=True, starts=3,
-        devices="1", ports={}, log="/x/process.log",
+        devices="1", ports={}, log="/x/process.log", role="decode",
     )  # fmt: skip
     found = Found({"decode-0": facts, "decode-1": "it is away"}, {"decode-0": "last words"}, "")
     show_processes(found, Console())

@@ -5,10 +5,11 @@ from typing import Any
 
 from kvferry.launchers.launcher import WorkerProcess
 from kvferry.launchers.local import free_name, role_of
-from kvferry.scaling.fleet_view import DRAINING, READY, FleetView, Role, WorkerFacts
+from kvferry.scaling.fleet_view import DRAINING, READY, FleetView, WorkerFacts
 from kvferry_rpc.common_pb2 import ErrorCode
 from runtime.child_process import LaunchError
 from runtime.errors import KvferryError
+from runtime.role_file import Role
 
 
 @dataclass

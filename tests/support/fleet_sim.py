@@ -7,8 +7,9 @@ as they take, and wait before them where there is no room.
 import random
 from dataclasses import dataclass, field
 
-from kvferry.scaling.fleet_view import DRAINING, READY, ROLES, FleetView, Role, WorkerFacts
+from kvferry.scaling.fleet_view import DRAINING, READY, ROLES, FleetView, WorkerFacts
 from kvferry.scaling.scaling_policy import Action, Decision, Observation, ScalingPolicy
+from runtime.role_file import Role
 
 TOKEN_BUDGET, MAX_NUM_SEQS, NUM_BLOCKS = 256, 16, 1000
 

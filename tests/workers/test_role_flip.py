@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvferry.scaling.fleet_admin import FleetAdmin
 from kvferry.scaling.fleet_view import WorkerFacts
 from kvferry_rpc import internal_pb2_grpc
 from kvferry_rpc.common_pb2 import SamplingParams
-from kvferry_rpc.internal_pb2 import FleetState
+from kvferry_rpc.internal_pb2 import FleetState, Role
 from router.dispatch.dispatch_limits import DispatchLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.receipts import ReceiptStore
@@ -184,3 +185,23 @@ async def test_the_last_worker_of_a_role_stays_unless_that_is_insisted_on(settin
         await running.admin.drain("a", over=True)
         await running.until("a", "prefill")
         assert (await running.router.text(PROMPTS[2]))[1].receipt.prefill_worker == "a"
+
+
+async def test_a_worker_that_is_started_again_begins_in_the_role_that_it_had_last(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    own = {**settings, "role_file": tmp_path / "role"}
+    async with cluster(own, a="prefill") as running:
+        await running.admin.set_role("a", "decode", force=True)
+        await running.until("a", "decode")
+    # Its command line says what it did before. `cluster` waits for the role that it is told.
+    router = Router()
+    await router.server.start()
+    again = Hosted("prefill", {**own, "worker_id": "a", "routers": (router.server.address,)})
+    try:
+        async with asyncio.timeout(WAIT_S):
+            assert (await again.registered).role == Role.DECODE
+    finally:
+        await _end(again)
+        await router.links.close()
+        await router.server.stop(0)
