@@ -220,7 +220,7 @@ class RayCluster:
         self._take_facts(await remote.facts())
 
     def _take_facts(self, facts: NodeFacts) -> None:
-        if facts.name == ROUTER:
+        if facts.role is None:
             self._router = facts
             return
         self._groups[facts.name] = facts.group

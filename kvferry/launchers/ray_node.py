@@ -84,7 +84,7 @@ class ProcessOrder:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What the process is now."""
+    """What the process is now. `role`: the one that a worker was given last; None for a router."""
 
     name: str
     group: str
@@ -96,7 +96,7 @@ class NodeFacts:
     devices: str
     ports: dict[str, int]
     log: str
-    role: Role
+    role: Role | None
 
 
 class NodeProcess:
@@ -164,7 +164,7 @@ class NodeProcess:
             devices=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             ports=ports_of(process.ready) if process and self._order.name == ROUTER and process.ready else {},
             log=str(self._order.log_path),
-            role=read_role(self._order.role_path, role_of(self._order.name)),
+            role=None if self._order.name == ROUTER else read_role(self._order.role_path, role_of(self._order.name)),
         )
 
     def order(self) -> ProcessOrder:

@@ -161,6 +161,23 @@ async def test_a_process_that_dies_is_started_again_by_its_actor(tmp_path: Path)
         assert (facts.starts, facts.group, facts.pid) == (2, "main/decode-0", worker.pid)
 
 
+async def test_a_worker_keeps_its_role_over_the_lives_of_its_actor_and_not_beyond(tmp_path: Path) -> None:
+    async with watched(tmp_path) as fixture:
+        await fixture.cluster.start()
+        role_path = fixture.root / "decode-0" / "role"
+        assert f"--role-file={role_path}" in fixture.flags("decode-0")
+        role_path.write_text("prefill\n")  # as the worker does when a router gives it the other role
+        actor = fixture.ray.actors["main/decode-0"]
+        await actor.die()
+        actor.begin_new_life()
+        await fixture.until(lambda: fixture.kinds("decode-0").count("ready") == 2)
+        later = await RayCluster.attach(fixture.ray, "main", fixture.take)
+        assert {worker.name: worker.role for worker in later.workers()}["decode-0"] == "prefill"
+        assert await later.remove("decode-0")
+        assert not role_path.exists()
+        await later.leave()
+
+
 async def test_a_router_whose_actor_died_comes_back_on_its_ports_behind_the_old_process(tmp_path: Path) -> None:
     async with watched(tmp_path) as fixture:
         await fixture.cluster.start()
