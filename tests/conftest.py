@@ -48,5 +48,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """For `tests/deploy`. Here, because pytest takes options from the uppermost conftest alone."""
     parser.addoption(
-        "--crd-schemas", metavar="DIR", default=None, help="definitions of custom resources, in .yaml files"
+        "--crd-schemas",
+        metavar="DIR",
+        default=None,
+        help="definitions of custom resources, in .yaml files (../shared/schemas)",
     )

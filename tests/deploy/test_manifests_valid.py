@@ -11,10 +11,12 @@ import kubernetes_validate.utils
 import pytest
 import yaml
 
-from tests.support.manifests import COMPONENTS, K8S, OVERLAYS, Document, composed, overlay, pods, render
+from tests.support.manifests import COMPONENTS, K8S, OVERLAYS, ROOT, Document, composed, overlay, pods, render
 
 KUBERNETES_VERSIONS = ("1.32", "1.37")
 SCHEMAS = Path(__file__).parent / "schemas"
+# The operators' own definitions, where somebody has put them beside the project.
+DEFINITIONS = ROOT.parent / "shared" / "schemas"
 # What operators add; each file says what of it we use. The whole definitions are larger than all our manifests.
 CUSTOM_KINDS = {
     "ServiceMonitor": "service-monitor",
@@ -78,10 +80,10 @@ def test_the_kinds_of_operators_have_the_form_that_we_know_of_them(everything: l
 def test_the_kinds_of_operators_are_valid_by_their_whole_definitions(
     everything: list[Document], pytestconfig: pytest.Config
 ) -> None:
-    directory = pytestconfig.getoption("--crd-schemas")
-    if directory is None:
-        pytest.skip("no definitions of custom resources: name their directory by --crd-schemas")
-    definitions = dict(_definitions(sorted(Path(directory).glob("*.yaml"))))
+    directory = Path(pytestconfig.getoption("--crd-schemas") or DEFINITIONS)
+    if not directory.is_dir():
+        pytest.skip(f"no definitions of custom resources in {directory}: name their directory by --crd-schemas")
+    definitions = dict(_definitions(sorted(directory.glob("*.yaml"))))
     custom = [document for document in everything if document["kind"] in CUSTOM_KINDS]
     for document in custom:
         schema = definitions[document["apiVersion"], document["kind"]]
