@@ -23,9 +23,9 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard kv_transfer/n
 demo: install
 	$(BIN)/kvferry demo
 
-# Two tests at a time, and apart from each other those that start real processes: with them, two clusters at a time.
+# For two cores: three tests at a time, since many wait; of those that start whole clusters, afterwards, two.
 test: install
-	$(BIN)/python -m pytest -m "not e2e" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not e2e" -n 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadscope-reorder
 
 check: install

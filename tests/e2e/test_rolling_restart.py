@@ -13,7 +13,8 @@ from kvferry.client.asynchronous import AsyncClient
 from tests.support.live_cluster import LiveCluster, live_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
-NUM_CLIENTS = 2
+# And one over gRPC. Two cores have three processes to start besides.
+NUM_CLIENTS = 1
 PROMPTS = [f"Story number {number} of a fox and a crow. " * 3 for number in range(3)]
 
 
