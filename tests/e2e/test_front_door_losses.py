@@ -118,13 +118,14 @@ def test_a_killed_router_comes_back_on_its_ports_and_finds_its_workers_and_their
 def test_a_router_told_to_stop_finishes_its_streams_and_takes_no_new_ones(mortal: LiveCluster) -> None:
     async def undisturbed() -> list[str]:
         async with _client(mortal) as http:
-            streams = await _start_streams(http, 20, 150)
+            streams = await _start_streams(http, 20, 400)
             assert await asyncio.gather(*(stream.task for stream in streams)) == [True] * 20
             return [stream.text for stream in streams]
 
     async def disturbed() -> list[str]:
         async with _client(mortal) as http:
-            streams = await _start_streams(http, 20, 150)
+            # Long ones: none may have ended when the workers stop, however late this process is.
+            streams = await _start_streams(http, 20, 400)
             for name in DECODES:  # so that the streams cannot end before everything was looked at
                 mortal.kill(name, signal.SIGSTOP)
             try:
