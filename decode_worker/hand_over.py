@@ -12,12 +12,12 @@ continues the answer as after the loss of a worker.
 
 from dataclasses import dataclass
 
-from decode_worker.receipt import sender_half
 from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.wire import token_output
 from kv_cache.layout import KVCacheLayout
 from kv_transfer.events import CommitRecord, Drained, Failed, SendEvent, Sent
+from kv_transfer.receipt import sent_half
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc import internal_pb2
 from runtime.errors import ErrorCode, KvferryError
@@ -97,7 +97,7 @@ class HandOvers:
         """News of the sender: how one of these hand-offs ended, or None when it only left the pool."""
         match event:
             case Sent():
-                return sender_half(event.stats)
+                return sent_half(event.stats)
             case Failed():
                 return event.error
             case Drained():

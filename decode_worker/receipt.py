@@ -1,8 +1,8 @@
-"""What a decode worker says for the receipt of a request: what it received, how it ended, and what it handed over."""
+"""What a decode worker says for the receipt of a request: what it received and how it ended."""
 
 from engine.sequence import FinishReason, Sequence
 from engine.wire import finish_reason
-from kv_transfer.events import Committed, ReceiveStats, SendStats
+from kv_transfer.events import Committed, ReceiveStats
 from kvferry_rpc import internal_pb2
 
 
@@ -33,23 +33,6 @@ def decode_half(
         done.checksum = commit.stats.digest
         done.commit_ms = _commit_ms(commit.stats)
     return done
-
-
-def sender_half(stats: SendStats) -> internal_pb2.PrefillDone:
-    """Said when another decode worker has what was handed over to it. Nothing was computed meanwhile."""
-    first, last = stats.first_write_at, stats.last_write_at
-    transfer_ms = 0.0 if first is None or last is None else (last - first) * 1e3
-    return internal_pb2.PrefillDone(
-        blocks_sent=stats.num_blocks,
-        bytes_sent=stats.size_bytes,
-        transport=stats.transport,
-        checksum=stats.digest,
-        transfer_ms=transfer_ms,
-        exposed_transfer_ms=transfer_ms,
-        transport_detail=stats.transport_detail,
-        expected_transport=stats.expected_transport,
-        conversion=stats.conversion,
-    )
 
 
 def _commit_ms(stats: ReceiveStats) -> float:

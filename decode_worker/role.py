@@ -6,7 +6,6 @@ from decode_worker.server import DecodeService
 from decode_worker.worker import Command, DecodeView, DecodeWorker, ExportEvent
 from engine.build import log_load
 from engine.loop import EngineLoop
-from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc import internal_pb2
 from worker.engine_role import EngineRole
@@ -18,16 +17,7 @@ def decode_role(parts: WorkerParts) -> EngineRole[DecodeView]:
     when that cannot be."""
     options, clock, plan = parts.options, parts.clock, parts.plan
     own = parts.begin(prefill_only=False)
-    receiver = HandoffReceiver(
-        own.identity,
-        network=parts.network,
-        bind_host=options.host,
-        port=options.data_port,
-        transports=parts.transports,
-        lease_s=options.lease_s,
-        clock=clock,
-        on_event=lambda event: engine_loop.notify(event),
-    )
+    receiver = parts.receiver(own, lambda event: engine_loop.notify(event), lease_s=options.lease_s)
     sender = HandoffSender(
         own.identity,
         network=parts.network,

@@ -136,7 +136,7 @@ class ClusterSpec:
     ) -> tuple[str, ...]:
         """Command line of one worker that attaches to these, host:port with commas between them; others reach it at
         `host`. `role_file`: where it keeps its role."""
-        role: Role = "prefill" if worker_id.startswith("prefill-") else "decode"
+        role = role_of(worker_id)
         options = {
             **self._worker_options(role, secret_file),
             "worker_id": worker_id,
@@ -219,3 +219,8 @@ class ClusterSpec:
 def _given(options: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are not left to the process's default; what was said for this process alone goes over the rest."""
     return {name: value for name, value in {**options, **own}.items() if value is not None}
+
+
+def role_of(name: str) -> Role:
+    """The role in which the worker of this name is started."""
+    return "prefill" if name.startswith("prefill-") else "decode"

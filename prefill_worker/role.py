@@ -3,7 +3,6 @@
 from engine.build import log_load
 from engine.loop import EngineLoop
 from kv_transfer.events import SendEvent, Sent
-from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.sender import HandoffSender
 from kvferry_rpc import internal_pb2
 from prefill_worker.pull import Puller
@@ -38,15 +37,8 @@ def prefill_role(parts: WorkerParts) -> EngineRole[PrefillView]:
         on_event=on_send_event,
         on_backlog=lambda: engine_loop.notify(Nudge()),
     )
-    receiver = HandoffReceiver(
-        own.identity,
-        network=parts.network,
-        bind_host=options.host,
-        port=options.data_port,
-        transports=parts.transports,
-        lease_s=min(options.lease_s, _PULL_LEASE_S),
-        clock=clock,
-        on_event=lambda event: engine_loop.notify(PullEvent(event)),
+    receiver = parts.receiver(
+        own, lambda event: engine_loop.notify(PullEvent(event)), lease_s=min(options.lease_s, _PULL_LEASE_S)
     )
     puller = Puller(own.engine, receiver, plan.layout.block_bytes, clock)
     worker = PrefillWorker(own.engine, sender, puller, plan.layout.num_layers, own.kv_events, clock, parts.tracer)

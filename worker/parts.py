@@ -5,12 +5,15 @@ goes on from role to role wherever both would have put the same bytes under the 
 """
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.build import load_on_pool, plan_engine, start_followers
 from engine.engine import Engine
 from engine.grammar import GrammarCompiler
+from kv_transfer.events import ReceiveEvent
 from kv_transfer.identity import Identity
+from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.region import MemoryRegion, available_memory_bytes
 from runtime.clock import SystemClock
 from runtime.kv_event_log import KVEventLog
@@ -63,6 +66,19 @@ class WorkerParts:
         incarnation = secrets.token_bytes(16)
         identity = Identity(options.worker_id, incarnation, self._secret, self.plan.layout, self._pool)
         return RoleParts(engine, identity, self._kv_events)
+
+    def receiver(self, own: RoleParts, on_event: Callable[[ReceiveEvent], None], *, lease_s: float) -> HandoffReceiver:
+        """Takes KV into the pool for this life; not started. Raises ValueError as `HandoffReceiver`."""
+        return HandoffReceiver(
+            own.identity,
+            network=self.network,
+            bind_host=self.options.host,
+            port=self.options.data_port,
+            transports=self.transports,
+            lease_s=lease_s,
+            clock=self.clock,
+            on_event=on_event,
+        )
 
     def close(self, timeout_s: float) -> None:
         """Give everything back, after the last life. Blocks."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry.cluster_spec import INTERNAL_HOST, MAX_LOCAL_WORKERS, ClusterSpec
+from kvferry.cluster_spec import INTERNAL_HOST, MAX_LOCAL_WORKERS, ClusterSpec, role_of
 from kvferry.launchers.kept_process import KeptProcess
 from kvferry.launchers.launcher import ROUTER, ClusterEvent, WorkerProcess
 from kvferry.launchers.readiness import ports_of, wait_serving
@@ -272,11 +272,6 @@ class LocalCluster:
 
     def _tell(self, kind: str, name: str, text: str) -> None:
         self._on_event(ClusterEvent(kind, name, text))
-
-
-def role_of(name: str) -> Role:
-    """The role in which the worker of this name is started."""
-    return "prefill" if name.startswith("prefill-") else "decode"
 
 
 def free_name(role: Role, taken: Iterable[str]) -> str:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
-from kvferry.cluster_spec import ClusterSpec
+from kvferry.cluster_spec import ClusterSpec, role_of
 from kvferry.launchers.launcher import ROUTER, ClusterEvent, WorkerProcess
-from kvferry.launchers.local import free_name, role_of
+from kvferry.launchers.local import free_name
 from kvferry.launchers.ray_link import ProcessAwayError, ProcessGoneError, RayLink, RemoteProcess
 from kvferry.launchers.ray_node import NodeFacts, ProcessOrder
 from kvferry.launchers.ray_shapes import GroupPlan, actor_name, in_order, no_room, plan_groups, processes_of

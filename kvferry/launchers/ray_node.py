@@ -19,10 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvferry.cluster_spec import ClusterSpec, RoleCommands
+from kvferry.cluster_spec import ClusterSpec, RoleCommands, role_of
 from kvferry.launchers.kept_process import KeptProcess
 from kvferry.launchers.launcher import ROUTER, ClusterEvent
-from kvferry.launchers.local import role_of
 from kvferry.launchers.ray_shapes import RayOptions
 from kvferry.launchers.readiness import ports_of
 from kvferry.model_prep import PREPARE_COMMAND, prepare_model

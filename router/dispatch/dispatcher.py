@@ -46,7 +46,7 @@ from router.dispatch.reader import Reader, ReaderLeft
 from router.dispatch.receipts import AttemptRecord, ReceiptStore
 from router.dispatch.request_run import RequestRun
 from router.dispatch.retry import MAX_ATTEMPTS, MAX_FAILURES, RetryBudget, backoff_s, is_retriable
-from router.dispatch.work import wants_prompt_logprobs, without_prompt_logprobs
+from router.dispatch.work import remaining_s, wants_prompt_logprobs, without_prompt_logprobs
 from router.dispatch.worker_links import WorkerLinks
 from router.generation import GenerationRequest, Sink, TokenBatch, TokenEnd
 from router.observation.live_requests import LiveRequests
@@ -256,7 +256,7 @@ class Dispatcher:
         run.live.attempt_failed()
         extra = {"request_id": run.request.request_id}
         _log.warning("trying again after %d tokens: %s", len(run.output), run.failure_lines[-1], extra=extra)
-        await asyncio.sleep(min(backoff_s(run.failures, self._rng), run.remaining_s(self._clock.now())))
+        await asyncio.sleep(min(backoff_s(run.failures, self._rng), remaining_s(run.request, self._clock.now())))
         run.avoid |= self._blame.workers_to_avoid(course.plan, failure)
         return None
 
@@ -286,7 +286,7 @@ class Dispatcher:
     async def _place(self, run: RequestRun) -> AsyncIterator[Seat]:
         """A place among the requests that run. If what is done in it fails, or the caller leaves, a receipt says what
         is known. Raises KvferryError when there is no place."""
-        run.remaining_s(self._clock.now())
+        remaining_s(run.request, self._clock.now())
         cached = lambda worker_id: self._registry.cached_prefix_tokens(worker_id, self._shape(run))  # noqa: E731
         async with self._placing.seat(run.request, run.arrived_at, cached) as seat:
             try:

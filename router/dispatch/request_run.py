@@ -8,7 +8,7 @@ from kvferry_rpc.common_pb2 import FinishReason, KVReceipt
 from router.dispatch import receipts
 from router.dispatch.course import Course
 from router.dispatch.reader import Reader
-from router.dispatch.work import Work, deadline_exceeded
+from router.dispatch.work import Work
 from router.generation import GenerationRequest
 from router.observation.latency_metrics import RequestMeter
 from router.observation.live_requests import LiveRequest
@@ -40,13 +40,6 @@ class RequestRun:
         """What the next attempt is to do. `moves`: see `Work`."""
         self.attempts += 1
         return Work(self.request, self.attempts, tuple(self.output), self.arrived_at, moves=moves)
-
-    def remaining_s(self, now: float) -> float:
-        """What is left of its time. Raises KvferryError (DEADLINE_EXCEEDED) when nothing is."""
-        remaining_s = self.request.deadline - now
-        if remaining_s <= 0:
-            raise deadline_exceeded()
-        return remaining_s
 
     def reason_to_end(self, eos_token_ids: Set[int], max_context_tokens: int | None) -> "FinishReason.ValueType | None":
         """Why the answer so far is complete, if it is: the decode worker was lost before it could say so."""

@@ -50,15 +50,20 @@ class Work:
         return attempt_traceparent(self.request.traceparent, self.request.request_id, self.attempt)
 
     def remaining_s(self, now: float) -> float:
-        """What is left of the request's time. Raises KvferryError (DEADLINE_EXCEEDED) when nothing is."""
-        remaining_s = self.request.deadline - now
-        if remaining_s <= 0:
-            raise deadline_exceeded()
-        return remaining_s
+        """As the function of this name."""
+        return remaining_s(self.request, now)
 
     def remaining_ms(self, now: float) -> int:
         """As `remaining_s`, as workers are told."""
         return min(_MAX_MS, max(1, int(self.remaining_s(now) * 1000)))
+
+
+def remaining_s(request: GenerationRequest, now: float) -> float:
+    """What is left of the request's time. Raises KvferryError (DEADLINE_EXCEEDED) when nothing is."""
+    left_s = request.deadline - now
+    if left_s <= 0:
+        raise deadline_exceeded()
+    return left_s
 
 
 def wants_prompt_logprobs(request: GenerationRequest) -> bool:

@@ -2,22 +2,22 @@
 
 import itertools
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
 from kvferry import __version__
+from tests.support import deploy_page
+from tests.support.deploy_page import page_commands
 from tests.support.manifests import K8S, OVERLAYS, ROOT, Document, named, of_kind, overlay, pods, render
 
-PAGE = (ROOT / "docs" / "deploy.md").read_text().partition("## Kubernetes")[2]
+PAGE = deploy_page.PAGE.partition("## Kubernetes")[2]
 
 
 def _commands(program: str) -> list[list[str]]:
     """The words of each command of that program."""
-    words = [shlex.split(line.removeprefix("$ ")) for line in PAGE.splitlines() if line.startswith("$ ")]
-    found = [command for command in words if command[0] == program]
+    found = [command for command in page_commands("Kubernetes") if command[0] == program]
     assert found
     return found
 
